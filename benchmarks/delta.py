@@ -36,12 +36,14 @@ from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import bring
 from rltool.engines.delta.store import open_store
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets, split_flat
 from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.weights.connections import Trainer
 from rltool.weights.delta_writer import DeltaWriter
-from rltool.weights.sync import WeightSync
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify import ValueCheck
 from tests.ranks import SenderRanks, flat_bytes
 
@@ -150,13 +152,10 @@ async def pauses(args: argparse.Namespace, sent_as: str, versions: list[Weights]
     fleet = Fleet()
     async with EngineClient() as client:
         info = await client.probe(endpoint)
-        fleet.add(endpoint.url, takes_weights=True)
-        sent_at = fleet.member(endpoint.url).since
-        fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        fleet.add_probed(endpoint, info)
         sync = WeightSync(
-            client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
-            ValueCheck(info.vocab_size or 0, 1.0, 1e9, info.max_model_len),
-            trainer_device=args.device, step_deadline=120.0, bucket_deadline=120.0, directory=directory / "disk",
+            EngineSet(fleet, client), Trainer(ranks, args.device, directory / "disk", info.vocab_size or 0), config,
+            ValueCheck(info.vocab_size or 0, 1.0, 1e9, info.max_model_len), SyncDeadlines(120.0, 120.0),
         )  # fmt: skip
         try:
             reports = [await sync.sync(WeightVersion(RUN, 0, number)) for number in range(len(versions))]

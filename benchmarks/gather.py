@@ -48,7 +48,7 @@ def measure(place: Any, path: Path, layout: dict[str, Any], rounds: int) -> tupl
                     dist.barrier()
                     began = time.perf_counter()
                     stream = export_weights(
-                        trainer.gpt, trainer.family, trainer.dtype, trainer.runtime, everywhere=everywhere, bound=bound
+                        trainer.gpt, trainer.export_plan, trainer.runtime, everywhere=everywhere, bound=bound
                     )
                     tensors = sum(1 for _ in stream)
                     dist.barrier()

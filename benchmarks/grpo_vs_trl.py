@@ -116,8 +116,8 @@ path = "{model}"
 [algorithm]
 loss = "policy"
 normalize_std = true
-clip_low = {settings.clip}
-clip_high = {settings.clip}
+objective.clip_low = {settings.clip}
+objective.clip_high = {settings.clip}
 {algorithm}
 [optimizer]
 lr = {settings.lr}

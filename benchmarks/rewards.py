@@ -18,11 +18,11 @@ BEGINNINGS = ("answer", "answer =", "<<", "<<a", "[", "####", "\\boxed{", "- ", 
 
 
 def collapsed(length: int, *, plain: bool = False) -> list[str]:
-    """Texts of so many characters and a few: one character, or a few, again and again. plain: of one alone."""
+    """Texts of so many characters and a few: one character, or a few, again and again. plain: from the first one on."""
     texts = [character * length for character in CHARACTERS]
+    texts += [mix * (length // len(mix)) for mix in MIXES]
     if plain:
         return texts
-    texts += [mix * (length // len(mix)) for mix in MIXES]
     blank = [character for character in CHARACTERS if character.isspace()]
     return texts + [first + again * length for first in BEGINNINGS for again in (*blank, *"*a[<-1")]
 

@@ -34,6 +34,7 @@ import aiohttp
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.rollout.data_plane import DataPlane
@@ -110,14 +111,11 @@ async def paths_to(
     info = await client.probe(model.engines[0])
     engine = model.engines[0].model_copy(update={"dialect": info.dialect, "plugin": info.plugin})
     fleet = Fleet()
-    fleet.add(engine.url, takes_weights=False)
-    sent_at = fleet.member(engine.url).since
-    fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+    fleet.add_probed(engine, info, takes_weights=False)
 
     def plane(router: EngineEndpoint | None) -> DataPlane:
-        return DataPlane(
-            client, fleet, {engine.url: engine}, router=router, requests_per_engine=prompts, deadline=SECONDS
-        )
+        engines = EngineSet(fleet, client)
+        return DataPlane(engines, router=router, requests_per_engine=prompts, deadline=SECONDS)
 
     found = {"bare": bare(session, engine), "data plane": through(plane(None))}
     router = model.data_endpoint()

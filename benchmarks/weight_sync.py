@@ -40,11 +40,11 @@ from benchmarks.weight_sync_weights import SOURCES, Weights, make_weights
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.ipc import gpu_uuid
 from rltool.engines.types import HttpRequest
-from rltool.engines.wire import bucket_bytes, plan_buckets
+from rltool.engines.wire import bucket_bytes
 from rltool.processes import garbage
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
@@ -97,7 +97,7 @@ class Link:
         world_size: int, staged: bool,
     ) -> None:  # fmt: skip
         self.client, self.server, self.senders = client, server, senders
-        self.speaks = dialect(KINDS[kind].dialect)
+        self.speaks = controls(KINDS[kind].dialect)
         offered = transport(KINDS[kind].dialect, backend)
         self.control = offered.staged if staged and offered.staged is not None else offered.control
         self.after_send = self.control.after_send
@@ -138,19 +138,16 @@ class Link:
     async def sync(self, copies: Sequence[Weights], version: str) -> dict[str, float]:
         """copies: the weights, as each rank has them. Seconds of each phase, and in all from the pause to the resume;
         bytes that the rank that held most did on the host and on its GPU."""
-        buckets = plan_buckets(copies[0].metas, self.senders[0].config.bucket_bytes)
+        buckets = copies[0].plan.buckets(self.senders[0].config.bucket_bytes)
         assert self.rendezvous is not None, "connect comes first"
         rendezvous = self.rendezvous
         loop = asyncio.get_running_loop()
 
         def send() -> asyncio.Future[list[SendReport]]:
             sends = [
-                partial(
-                    sender.send, weights.stream(), buckets, version, [self.server.url],
-                    stream_bytes=weights.stream_bytes,
-                )
+                partial(sender.send, weights.stream(), version, [self.server.url], stream_bytes=weights.stream_bytes)
                 for sender, weights in zip(self.senders, copies, strict=True)
-            ]  # fmt: skip
+            ]
             return asyncio.gather(*(loop.run_in_executor(None, send) for send in sends))
 
         async def load() -> None:
@@ -303,11 +300,10 @@ class Benchmark:
 
     def _senders(self, backend: Backend) -> list[WeightSender]:
         config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)
-        buckets = plan_buckets(self.weights[0].metas, config.bucket_bytes)
         return [
             WeightSender(
-                config, device=device, deadline=DEADLINE, model_files=self.model, rank=rank,
-                gpu=gpu_uuid(device) if device.type == "cuda" else "", largest_bucket=max(map(bucket_bytes, buckets)),
+                config, self.weights[0].plan, device=device, deadline=DEADLINE, model_files=self.model, rank=rank,
+                gpu=gpu_uuid(device) if device.type == "cuda" else "",
             )
             for rank, device in enumerate(self.devices if backend == "ipc" else self.devices[:1])
         ]  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from rltool.engines.plugin.asgi import Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
+
 from rltool.engines.plugin.entry import RltoolMiddleware
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for, read_hf_config
-from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.parameter_layout import ParameterLayout
 
 Implied = dict[str, tuple[str, ...]]
@@ -92,14 +93,14 @@ def randomize(name: str, tensor: Tensor, generator: torch.Generator, *, last_nor
 def vllm_checksums(model: Path, weights: Mapping[str, Tensor], dtype: torch.dtype, ranks: int) -> Implied:
     """What vLLM's /weight_checker says of these weights on each of so many tensor-parallel ranks. model: their
     config.json."""
-    rules = rules_of(family_for(read_hf_config(model)))
+    plan = full_plan(family_for(read_hf_config(model)), dtype)
     layout = ParameterLayout(str(dtype).removeprefix("torch."), ranks)
     layers: dict[str, list[str]] = {}
     for name in weights:
         layers.setdefault(".".join(name.split(".")[:3]), []).append(name)
 
     def digests(names: list[str]) -> Implied:
-        return implied_checksums(rules, names, ((name, weights[name]) for name in names), layout)
+        return implied_checksums(plan, ((name, weights[name]) for name in names), layout)
 
     with ThreadPoolExecutor(16) as pool:
         return {name: found for layer in pool.map(digests, layers.values()) for name, found in layer.items()}

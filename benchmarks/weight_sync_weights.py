@@ -12,8 +12,9 @@ from torch import Tensor
 
 from benchmarks.weight_sync_models import random_weights, randomize
 from rltool.engines.types import TensorMeta
-from rltool.engines.wire import meta_of
+from rltool.megatron.export_plan import ExportPlan
 from rltool.processes.ports import reserved_ports
+from tests.ranks import plan_of
 
 SOURCES = ("tensors", "megatron")
 
@@ -21,7 +22,7 @@ SOURCES = ("tensors", "megatron")
 class Weights(ABC):
     """Of one rank of the trainer, on its device."""
 
-    metas: list[TensorMeta]
+    plan: ExportPlan
     stream_bytes: int = 0
     """What `stream` holds at most beside them."""
 
@@ -45,10 +46,10 @@ class Weights(ABC):
 class ReadyTensors(Weights):
     def __init__(self, size: str, device: torch.device, dtype: torch.dtype) -> None:
         self._tensors = random_weights(size, 1, device, dtype)
-        self.metas = [meta_of(name, tensor) for name, tensor in self._tensors.items()]
+        self.plan = plan_of(self._tensors)
 
     def stream(self) -> Iterator[tuple[TensorMeta, Tensor]]:
-        return zip(self.metas, self._tensors.values(), strict=True)
+        return zip(self.plan.tensors, self._tensors.values(), strict=True)
 
     def held(self) -> list[Tensor]:
         return list(self._tensors.values())
@@ -60,8 +61,8 @@ class MegatronModel(Weights):
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         from rltool.config.parallel import ParallelLayout
         from rltool.config.train import TrainerConfig
+        from rltool.megatron.export_plan import full_plan
         from rltool.megatron.gathering import gather_bytes
-        from rltool.megatron.hf_weights import weight_metadata
         from rltool.megatron.model import build_model, global_names
         from rltool.megatron.runtime import Rendezvous, Runtime
         from rltool.models.base import FINAL_NORM
@@ -71,13 +72,13 @@ class MegatronModel(Weights):
         with reserved_ports(1) as reserved:
             [port] = reserved.ports
         self._runtime = Runtime(layout, Rendezvous(0, "127.0.0.1", port, timeout=60.0), device=device.type, seed=1)
-        self._family, self._dtype = family_for(read_hf_config(directory)), dtype
+        family = family_for(read_hf_config(directory))
         with self._runtime.mode():
             self._model = build_model(
-                self._family, self._runtime.coordinates, dtype, self._runtime.device, TrainerConfig()
+                family, self._runtime.coordinates, dtype, self._runtime.device, TrainerConfig()
             ).to(device)
-        self.metas = weight_metadata(self._family, dtype)
-        self.stream_bytes = gather_bytes(self._family, layout, dtype.itemsize)
+        self.plan = full_plan(family, dtype)
+        self.stream_bytes = gather_bytes(self.plan, layout)
         generator = torch.Generator(device).manual_seed(1)
         for name, parameter in global_names(self._model).items():
             randomize(name, parameter.data, generator, last_norm=FINAL_NORM)
@@ -85,7 +86,7 @@ class MegatronModel(Weights):
     def stream(self) -> Iterator[tuple[TensorMeta, Tensor]]:
         from rltool.megatron.hf_weights import export_weights
 
-        for meta, tensor in export_weights(self._model, self._family, self._dtype, self._runtime):
+        for meta, tensor in export_weights(self._model, self.plan, self._runtime):
             assert tensor is not None, "this is rank 0"
             yield meta, tensor
 

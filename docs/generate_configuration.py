@@ -21,8 +21,9 @@ from pydantic_core import PydanticUndefined
 
 from rltool.config.base import Config, OwnFunction
 from rltool.config.gateway import GatewayConfig
+from rltool.config.loader import variants
 from rltool.config.router import RouterConfig
-from rltool.config.serve import ServeConfig
+from rltool.config.serve import ENGINES, EngineKind, ServeConfig
 from rltool.config.train import TrainConfig
 
 OUTPUT = Path(__file__).with_name("configuration.md")
@@ -58,9 +59,12 @@ the commands."""
 
 def field_docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Field name -> the string literal behind it in the source, on one line; pydantic does not keep them."""
+    found = {}
+    for base in model.__bases__:
+        if base is not Config and issubclass(base, Config):
+            found |= field_docstrings(base)
     [definition] = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
-    found = {}
     for statement, following in zip(definition.body, definition.body[1:], strict=False):
         if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
             continue
@@ -92,6 +96,8 @@ def keys(model: type[Config], prefix: str = "") -> Iterator[str]:
     """Every dotted key of a model, sections themselves left out."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
+        for kind in dict.fromkeys(variants(model, name).values()):
+            yield from keys(kind, f"{prefix}{name}.")
         if section is None:
             yield prefix + name
         else:
@@ -110,6 +116,8 @@ def type_name(annotation: Any) -> str:
         return " or ".join(type_name(argument) for argument in arguments)
     if repeated_section(annotation) is not None:
         return "sections"
+    if section := section_of(annotation):
+        return type_name(section.model_fields["kind"].annotation)
     if origin is tuple and arguments[-1] is Ellipsis:
         return f"list of {type_name(arguments[0])}"
     if origin is tuple:
@@ -119,6 +127,13 @@ def type_name(annotation: Any) -> str:
     if origin is Annotated:
         return "`package.module:function`" if annotation == OwnFunction else type_name(arguments[0])
     return {"str": "text", "Path": "path", "Any": "value"}.get(annotation.__name__, annotation.__name__)
+
+
+def field_type(field: Any) -> str:
+    """pydantic keeps what is beside the type of an Annotated apart from it."""
+    if set(get_args(EngineKind)[1:]) & set(field.metadata):
+        return " or ".join(f'"{kind}"' for kind in ENGINES)
+    return type_name(field.annotation)
 
 
 def default_text(field: Any) -> str:
@@ -131,6 +146,8 @@ def default_text(field: Any) -> str:
         return f"`{str(value).lower()}`"
     if isinstance(value, str):
         return f'`"{value}"`'
+    if isinstance(value, Config):
+        return f'`kind = "{getattr(value, "kind", "")}"`'
     if isinstance(value, tuple):
         return "`[" + ", ".join(map(repr, value)) + "]`"
     return f"`{value}`"
@@ -151,10 +168,10 @@ def table(model: type[Config], prefix: str = "") -> list[str]:
     docs = field_docstrings(model)
     rows = ["| key | type | default | bounds | meaning |", "|---|---|---|---|---|"]
     for name, field in model.model_fields.items():
-        if section_of(field.annotation) is None:
+        if section_of(field.annotation) is None and not (name == "kind" and "kind" not in docs):
             cells = (
                 f"`{prefix}{name}`",
-                type_name(field.annotation),
+                field_type(field),
                 default_text(field),
                 bounds_text(field),
                 docs.get(name, ""),
@@ -178,6 +195,11 @@ def subsections(model: type[Config], prefix: str = "") -> list[str]:
         if section is not None:
             lines += [f"### [{dotted}]", "", *class_text(section), *table(section, f"{dotted}."), ""]
             lines += subsections(section, f"{dotted}.")
+        elif kinds := variants(model, name):
+            for variant in dict.fromkeys(kinds.values()):
+                if variant.model_fields.keys() - {"kind"}:
+                    lines += [f"### [{dotted}] kind = {type_name(variant.model_fields['kind'].annotation)}", ""]
+                    lines += [*class_text(variant), *table(variant, f"{dotted}."), ""]
         elif repeated is not None:
             written, element = repeated
             lines += [f"### {written.format(dotted)}", "", *class_text(element), *table(element), ""]

@@ -2,8 +2,7 @@
 
 import torch
 
-from rltool.algorithms.batch import TrainBatch
-from rltool.config.algorithm import AlgorithmConfig
+from rltool.api import AlgorithmConfig, TrainBatch
 
 
 def best_of_group(batch: TrainBatch, algorithm: AlgorithmConfig) -> torch.Tensor:

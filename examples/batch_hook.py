@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 KEPT = 4
 """Of each prompt. The baseline is then that of the samples that are left."""

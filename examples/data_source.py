@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rltool.config.data import DataConfig
+from rltool.api import DataConfig
 
 ROWS_PER_DIGIT = 1000
 

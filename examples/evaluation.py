@@ -2,9 +2,7 @@
 
 from collections import Counter, defaultdict
 
-from rltool.rollout.eval_set import EvalSet
-from rltool.rollout.own_evaluation import EvalContext
-from rltool.rollout.sample import Sample
+from rltool.api import EvalContext, EvalSet, Sample
 
 
 async def majority(eval_set: EvalSet, context: EvalContext) -> dict[str, float]:

@@ -3,9 +3,7 @@
 from dataclasses import replace
 from uuid import uuid4
 
-from rltool.engines.types import GenerateRequest
-from rltool.rollout.generate import GenerateContext
-from rltool.rollout.sample import Sample
+from rltool.api import GenerateContext, GenerateRequest, Sample
 
 CHECK = " check:"
 

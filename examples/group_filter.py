@@ -1,6 +1,6 @@
 """A filter: prompts that nearly every sample gets right teach nothing any more."""
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 
 def too_easy(group: list[Sample]) -> str | None:

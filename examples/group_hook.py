@@ -1,6 +1,6 @@
 """Post-processing of samples: answers that were cut off count in the baseline, and get no loss."""
 
-from rltool.rollout.sample import Sample, SampleStatus
+from rltool.api import Sample, SampleStatus
 
 
 def without_the_cut_off(group: list[Sample]) -> None:

@@ -1,6 +1,6 @@
 """A reward of the whole group: of the right answers to a prompt the shortest gets one, the others a half."""
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 
 def short_among_right(group: list[Sample], texts: list[str]) -> list[float]:

@@ -3,7 +3,7 @@
 import csv
 from collections.abc import Mapping
 
-from rltool.training.loggers import LoggedRun
+from rltool.api import LoggedRun
 
 
 class CsvLogger:

@@ -1,6 +1,6 @@
 """Metrics: what right and wrong answers cost in tokens."""
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 
 def by_length(samples: list[Sample]) -> dict[str, float]:

@@ -2,11 +2,10 @@
 
 import torch
 
-from rltool.algorithms.losses import LossTokens
-from rltool.config.algorithm import AlgorithmConfig
+from rltool.api import AlgorithmConfig, LossTokens
 
 
 def one_sided(logprobs: torch.Tensor, tokens: LossTokens, algorithm: AlgorithmConfig) -> torch.Tensor:
-    """algorithm.objective = "examples.objective:one_sided"."""
+    """algorithm.objective = "examples.objective:one_sided"; algorithm.objective.options.cap = 1.2, or another cap."""
     ratio = (logprobs - tokens.old_logprobs).clamp(-20, 20).exp().detach()
-    return -ratio.clamp(max=1 + algorithm.clip_high) * tokens.advantages * logprobs
+    return -ratio.clamp(max=algorithm.objective.options.get("cap", 1.2)) * tokens.advantages * logprobs

@@ -1,6 +1,6 @@
 """A reward: right answers pay, short ones more."""
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 
 def brevity(sample: Sample, text: str) -> float:

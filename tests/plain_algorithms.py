@@ -72,54 +72,54 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             for t in sampled_tokens(batch, i):
                 penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
     result = [[0.0] * int(n) for n in batch.lengths]
-    values = cut(batch.values, batch.lengths) if a.advantage == "gae" else None
+    values = cut(batch.values, batch.lengths) if a.advantage.kind == "gae" else None
     group = {i: [j for j in range(count) if batch.group_ids[j] == batch.group_ids[i]] for i in range(count)}
     whole = [rewards[i] + sum(penalty[i]) for i in range(count)]
     for i in range(count):
         members = group[i]
         for t in loss_tokens(batch, i):
-            if a.advantage == "grpo":
+            if a.advantage.kind == "grpo":
                 others = [whole[j] for j in members]
                 value = whole[i] - statistics.fmean(others) if len(others) > 1 else 0.0
-                if a.normalize_std and len(others) > 1:
-                    value /= statistics.stdev(whole if a.normalize_std_over == "batch" else others) + 1e-6
-            elif a.advantage == "remax":
+                if a.advantage.normalize_std and len(others) > 1:
+                    value /= statistics.stdev(whole if a.advantage.normalize_std_over == "batch" else others) + 1e-6
+            elif a.advantage.kind == "remax":
                 limits = a.reward_clip or (-1e9, 1e9)
                 value = whole[i] - min(max(float(batch.baselines[i]), limits[0]), limits[1])
-            elif a.advantage == "gdpo":
+            elif a.advantage.kind == "gdpo":
                 totals = [gdpo_total(batch, group[j], j) for j in range(count)]
                 value = (totals[i] - statistics.fmean(totals)) / (statistics.stdev(totals) + 1e-6)
-            elif a.advantage == "gpg":
+            elif a.advantage.kind == "gpg":
                 useless = sum(len({whole[k] for k in group[j]}) == 1 for j in range(count))
                 value = (whole[i] - statistics.fmean(whole[j] for j in members)) * count / (count - useless)
-            elif a.advantage == "opo":
+            elif a.advantage.kind == "opo":
                 length = {j: len(sampled_tokens(batch, j)) for j in members}
                 baseline = sum(length[j] * whole[j] for j in members) / sum(length.values())
                 value = whole[i] - baseline if len(members) > 1 else 0.0
-            elif a.advantage == "rloo":
+            elif a.advantage.kind == "rloo":
                 others = [whole[j] for j in members if j != i]
                 value = whole[i] - statistics.fmean(others) if others else 0.0
-            elif a.advantage in ("reinforce_pp", "reinforce_pp_baseline"):
+            elif a.advantage.kind in ("reinforce_pp", "reinforce_pp_baseline"):
                 final = rewards[i]
-                if a.advantage == "reinforce_pp_baseline":
+                if a.advantage.kind == "reinforce_pp_baseline":
                     final -= statistics.fmean(
                         statistics.fmean(rewards[j] for j in own) for own in episodes_of(batch, members)
                     )
                 later = [s for s in loss_tokens(batch, i) if s >= t]
-                value = (
-                    sum(a.gamma**k * penalty[i][s] for k, s in enumerate(later)) + a.gamma ** (len(later) - 1) * final
-                )
-            elif a.advantage == "gae":
+                gamma = a.advantage.gamma
+                value = sum(gamma**k * penalty[i][s] for k, s in enumerate(later)) + gamma ** (len(later) - 1) * final
+            elif a.advantage.kind == "gae":
                 own = loss_tokens(batch, i)
                 given = [penalty[i][s] + (rewards[i] if s == own[-1] else 0.0) for s in own]
-                value = gae(given, [float(values[i][s]) for s in own], a.gamma, a.gae_lambda)[own.index(t)]
+                known = [float(values[i][s]) for s in own]
+                value = gae(given, known, a.advantage.gamma, a.advantage.gae_lambda)[own.index(t)]
             else:
                 value = float(teacher[i][t] - old[i][t])
             result[i][t] = value
     whiten = (
         a.whiten_advantages
         if a.whiten_advantages is not None
-        else a.advantage.startswith("reinforce_pp") or a.advantage == "gae"
+        else a.advantage.kind.startswith("reinforce_pp") or a.advantage.kind == "gae"
     )
     if whiten:
         every = [result[i][t] for i in range(count) for t in loss_tokens(batch, i)]
@@ -181,13 +181,13 @@ def mismatch_ratios(batch, level: str) -> list[dict[int, float]]:
 def is_weight(batch, a) -> list[dict[int, float]]:
     """Per sample: position -> factor of the policy loss."""
     factors = [dict.fromkeys(loss_tokens(batch, i), 1.0) for i in range(batch.num_samples)]
-    if a.is_weights != "none":
-        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights), strict=True):
+    if a.is_weights.kind != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_weights.kind), strict=True):
             for t, ratio in ratios.items():
-                own[t] *= min(max(ratio, a.is_floor), a.is_cap)
-        if a.is_normalize:
+                own[t] *= min(max(ratio, a.is_weights.floor), a.is_weights.cap)
+        if a.is_weights.normalize:
             every = [list(own.values()) for own in factors if own]
-            if a.is_weights == "token":
+            if a.is_weights.kind == "token":
                 mean = statistics.fmean(weight for own in every for weight in own)
             else:
                 mean = statistics.fmean(own[0] for own in every)
@@ -196,27 +196,27 @@ def is_weight(batch, a) -> list[dict[int, float]]:
         for own, ratios in zip(factors, mismatch_ratios(batch, "token"), strict=True):
             if any(ratio < a.is_veto for ratio in ratios.values()):
                 own.update(dict.fromkeys(own, 0.0))
-    if a.is_mask != "none":
-        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask), strict=True):
+    if a.is_mask.kind != "none":
+        for own, ratios in zip(factors, mismatch_ratios(batch, a.is_mask.kind), strict=True):
             for t, ratio in ratios.items():
-                own[t] *= 1.0 if a.is_mask_low <= ratio <= a.is_mask_high else 0.0
+                own[t] *= 1.0 if a.is_mask.low <= ratio <= a.is_mask.high else 0.0
     return factors
 
 
 def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
-    if a.objective == "reinforce":
+    if a.objective.kind == "reinforce":
         return -advantage * new
-    if a.objective == "sapo":
-        tau = a.sapo_temperature_pos if advantage > 0 else a.sapo_temperature_neg
+    if a.objective.kind == "sapo":
+        tau = a.objective.temperature_pos if advantage > 0 else a.objective.temperature_neg
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-    if a.objective == "gmpo":
+    if a.objective.kind == "gmpo":
         return -ratio * advantage
-    low, high = 1 - a.clip_low, 1 + a.clip_high
-    if a.objective == "cispo":
+    low, high = 1 - a.objective.clip_low, 1 + a.objective.clip_high
+    if a.objective.kind == "cispo":
         return -min(max(float(ratio.detach()), low), high) * advantage * new
     objective = torch.minimum(ratio * advantage, torch.clamp(ratio, low, high) * advantage)
-    if a.dual_clip is not None and advantage < 0:
-        objective = torch.maximum(objective, torch.tensor(a.dual_clip * advantage, dtype=objective.dtype))
+    if a.objective.kind == "ppo" and a.objective.dual_clip is not None and advantage < 0:
+        objective = torch.maximum(objective, torch.tensor(a.objective.dual_clip * advantage, dtype=objective.dtype))
     return -objective
 
 
@@ -225,7 +225,7 @@ def geometric_mean_of_clipped(new: list[Tensor], old: list[Tensor], advantages: 
     product = torch.ones((), dtype=new[0].dtype)
     for p, q, advantage in zip(new, old, advantages, strict=True):
         ratio = torch.exp(p) / torch.exp(q)
-        limit = 1 - a.clip_low if advantage < 0 else 1 + a.clip_high
+        limit = 1 - a.objective.clip_low if advantage < 0 else 1 + a.objective.clip_high
         beyond = float(ratio.detach()) < limit if advantage < 0 else float(ratio.detach()) > limit
         product = product * (torch.full_like(product, limit) if beyond else ratio)
     return product ** (1 / len(new))
@@ -285,9 +285,9 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
             if a.loss == "sft":
                 samples[-1].append(-new[i][t])
                 continue
-            if a.ratio == "sequence":
+            if getattr(a.objective, "ratio", "token") == "sequence":
                 ratio = torch.exp(sum(new[i][s] - old[i][s] for s in own) / len(own))
-            elif a.objective == "gmpo":
+            elif a.objective.kind == "gmpo":
                 given = [float(advantage_of[i][s]) for s in own]
                 ratio = geometric_mean_of_clipped([new[i][s] for s in own], [old[i][s] for s in own], given, a)
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets
+from rltool.engines.wire import meta_of
 from rltool.errors import EngineError
+from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part
 from rltool.models.base import Parameter
-from rltool.weights.implied_checksums import Rules, implied_checksums
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender
+from rltool.weights.stream import named_tensors
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
 
@@ -27,6 +30,17 @@ from rltool.weights.transport import Receiver, Rendezvous
 def flat_bytes(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:
     """A bucket as it travels: [bytes] uint8."""
     return torch.cat([tensors[meta.name].contiguous().reshape(-1).view(torch.uint8) for meta in bucket])
+
+
+def whole(name: str, tensor: Tensor) -> Parameter:
+    """Of a tensor that every rank of an engine holds as it is."""
+    return Parameter(name, ((name, tuple(tensor.shape)),))
+
+
+def plan_of(tensors: Mapping[str, Tensor], parameter: Callable[[str, Tensor], Parameter] = whole) -> ExportPlan:
+    """These tensors as they are. parameter: by which engines cut one of them."""
+    exports = tuple(Export(parameter(name, tensor), (meta_of(name, tensor),)) for name, tensor in tensors.items())
+    return ExportPlan(exports, "float32", num_layers=1, num_experts=0)
 
 
 def slowly_changing(step: int) -> dict[str, Tensor]:
@@ -48,20 +62,28 @@ class SenderRanks:
     def __init__(
         self, config: WeightsConfig, model_files: Path, *, deadline: float = 60.0, device: str = "cpu"
     ) -> None:
-        self.config = config
+        self.config, self._model_files, self._deadline, self._device = config, model_files, deadline, device
         self.sent = 0  # the training step whose weights were sent last
         self.stream_bytes = 0  # that a gather would hold
-        self.sender = WeightSender(config, device=torch.device(device), deadline=deadline, model_files=model_files)
+
+    @cached_property
+    def plan(self) -> ExportPlan:
+        return plan_of(self.weights(0))
+
+    @cached_property
+    def sender(self) -> WeightSender:
+        device = torch.device(self._device)
+        return WeightSender(
+            self.config, self.plan, device=device, deadline=self._deadline, model_files=self._model_files
+        )
 
     def weights(self, step: int) -> Mapping[str, Tensor]:
         """The model after so many training steps: its names and shapes are always the same."""
         raise NotImplementedError
 
     def stream(self, step: int) -> Iterator[tuple[TensorMeta, Tensor]]:
-        return ((meta_of(name, tensor), tensor) for name, tensor in self.weights(step).items())
-
-    async def weight_metadata(self) -> list[TensorMeta]:
-        return [meta for meta, _ in self.stream(0)]
+        weights = self.weights(step)
+        return ((meta, weights[meta.name]) for meta in self.plan.tensors)
 
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         return await asyncio.to_thread(self.sender.host, receivers, group, directory)
@@ -70,18 +92,12 @@ class SenderRanks:
         return await asyncio.to_thread(self.sender.join)
 
     async def send(self, version: str, urls: Collection[str]) -> SendReport:
-        buckets = plan_buckets(await self.weight_metadata(), self.config.bucket_bytes)
         self.sent = int(version.rsplit(":", 1)[1])
         stream = self.stream(self.sent)
-        return await asyncio.to_thread(self.sender.send, stream, buckets, version, urls, stream_bytes=self.stream_bytes)
-
-    def rules(self) -> Rules:
-        """Of tensors that every rank of an engine holds as they are."""
-        return {name: Parameter(name, ((name, tuple(tensor.shape)),)) for name, tensor in self.weights(0).items()}
+        return await asyncio.to_thread(self.sender.send, stream, version, urls, stream_bytes=self.stream_bytes)
 
     async def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
-        tensors = self.weights(self.sent)
-        return implied_checksums(self.rules(), list(tensors), tensors.items(), layout)
+        return implied_checksums(self.plan, named_tensors(self.stream(self.sent)), layout)
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         self.sender.abort(urls, reason)
@@ -101,11 +117,10 @@ class RanksOnGpus(SenderRanks):
         self, config: WeightsConfig, model_files: Path, *, gpus: Sequence[str], deadline: float = 60.0
     ) -> None:
         self.config, self.sent, self.gathers, self.held = config, 0, [], []
-        largest = max(map(bucket_bytes, plan_buckets([meta for meta, _ in self.stream(0)], config.bucket_bytes)))
         self.senders = [
             WeightSender(
-                config, device=torch.device("cpu"), deadline=deadline, model_files=model_files, rank=rank, gpu=gpu,
-                largest_bucket=largest,
+                config, self.plan, device=torch.device("cpu"), deadline=deadline, model_files=model_files, rank=rank,
+                gpu=gpu,
             )
             for rank, gpu in enumerate(gpus)
         ]  # fmt: skip
@@ -118,14 +133,13 @@ class RanksOnGpus(SenderRanks):
         return one_answer(await self._each(lambda sender: sender.join()))
 
     async def send(self, version: str, urls: Collection[str]) -> SendReport:
-        buckets = plan_buckets(await self.weight_metadata(), self.config.bucket_bytes)
         self.sent = int(version.rsplit(":", 1)[1])
 
         def send(sender: WeightSender) -> SendReport:
             has_tensors = sender.rank == 0 or sender.gathers_everywhere(urls)
             self.gathers.append((sender.rank, has_tensors))
-            stream = ((meta, tensor if has_tensors else None) for meta, tensor in self.stream(self.sent))
-            return sender.send(stream, buckets, version, urls)
+            stream: Stream = ((meta, tensor if has_tensors else None) for meta, tensor in self.stream(self.sent))
+            return sender.send(stream, version, urls)
 
         return one_report(await self._each(send))
 

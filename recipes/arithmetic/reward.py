@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rltool.rollout.sample import Sample
+from rltool.api import Sample
 
 
 def is_last_number(text: str, label: str) -> bool:

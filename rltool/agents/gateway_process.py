@@ -1,7 +1,8 @@
 """The gateway of a run that was given none: started, watched, and started again under its port when it dies.
 
 Its sessions lie on disk, turn by turn, so one that is started again takes them up; agents whose clients try again never
-hear of it.
+hear of it. Which engines it may use is written to its standard input (gateway/fleet.py): a pipe needs no route, key or
+file, keeps the order, and ends with the manager.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rltool.config.gateway import GatewayConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, RltoolError
+from rltool.gateway.fleet import REPEAT_SECONDS, VIEW_SECONDS, FleetView
 from rltool.gateway.parts import Parts
 from rltool.processes.hosts import http_url
 from rltool.processes.ports import reserved_ports
@@ -40,14 +42,16 @@ class GatewayPlace:
 
 
 class GatewayProcess:
-    """config.port 0: a free one, kept over restarts. Owned by one event loop."""
+    """config.port 0: a free one, kept over restarts. view: the run's fleet now, which a gateway with parts.follows
+    follows; else None. Owned by one event loop."""
 
     def __init__(
-        self, config: GatewayConfig, parts: Parts, log: Path, client: EngineClient, *, say: Callable[[str], None]
-    ) -> None:
+        self, config: GatewayConfig, parts: Parts, log: Path, client: EngineClient, *, say: Callable[[str], None],
+        view: Callable[[], FleetView] | None = None,
+    ) -> None:  # fmt: skip
         with reserved_ports(1, host=config.host, first=config.port) as reserved:
             self._config = config.model_copy(update={"port": reserved.ports[0]})
-        self._parts, self._log, self._client, self._say = parts, log, client, say
+        self._parts, self._log, self._client, self._say, self._view = parts, log, client, say, view
         self._process: asyncio.subprocess.Process | None = None
         self._background = Background(lambda failure: say(str(failure)))
         self.counts: Counter[str] = Counter()
@@ -61,6 +65,8 @@ class GatewayProcess:
         """Return when it serves. RltoolError, with the end of its log, where it does not in time."""
         await self._start_once()
         self._background.keep(self._watch(), "the gateway is watched no more")
+        if self._view is not None:
+            self._background.keep(self._write_views(self._view), "the gateway follows the engines no more")
 
     async def close(self) -> None:
         await self._background.close()
@@ -72,8 +78,8 @@ class GatewayProcess:
         argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", self._config.model_dump_json())
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *argv, "--parts", self._parts.model_dump_json(), stdin=asyncio.subprocess.DEVNULL, stdout=output,
-                stderr=output, start_new_session=True,
+                *argv, "--parts", self._parts.model_dump_json(), stdout=output, stderr=output, start_new_session=True,
+                stdin=asyncio.subprocess.DEVNULL if self._view is None else asyncio.subprocess.PIPE,
             )  # fmt: skip
         try:
             async with asyncio.timeout(self._config.ready_timeout):
@@ -107,6 +113,22 @@ class GatewayProcess:
                 self._say(str(error))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 16 * RESTART_SECONDS)
+
+    async def _write_views(self, now: Callable[[], FleetView]) -> None:
+        """Each change, and the same again after REPEAT_SECONDS: an engine that the gateway had left out for its health
+        may serve again."""
+        written: tuple[asyncio.subprocess.Process, FleetView] | None = None
+        due = 0.0
+        loop = asyncio.get_running_loop()
+        while True:
+            process, view = self._process, now()
+            assert process is not None and process.stdin is not None
+            if (process, view) != written or loop.time() >= due:
+                written, due = (process, view), loop.time() + REPEAT_SECONDS
+                with contextlib.suppress(OSError):  # it has just died, and the next one gets it
+                    process.stdin.write(f"{view.to_json()}\n".encode())
+                    await process.stdin.drain()
+            await asyncio.sleep(VIEW_SECONDS)
 
     async def _end(self, process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -5,30 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import itertools
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from rltool.agents.outcome import PARTS, AgentFailed, Result, result_of
 from rltool.agents.task import AgentTask
-from rltool.agents.worker import LONGEST_LINE, READY
 from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
 from rltool.processes.marks import kill_marked
-from rltool.processes.tasks import Background
+from rltool.processes.worker_pool import WorkerLost, WorkerPool
 
-START_SECONDS = 120.0
-"""For a worker to import the agent's module: agent frameworks take their time, on a busy host more."""
 GRACE_SECONDS = 10.0
 """Behind its deadline, for an episode to be reported: then its worker's event loop is blocked, and it is ended."""
+BLOCKED = "an agent of this worker blocked its event loop; use async calls, or a command line"
 QUOTED_CHARACTERS = 500
 """Of the end of a failed command's output."""
 EPISODE_VARIABLE = "RLTOOL_EPISODE"
@@ -41,13 +35,6 @@ KEPT_BYTES = 64 * 1024
 """Of the end of a command's output, however much it prints: the reward stands in its last line."""
 LARGEST_PIPE = 1024 * 1024
 """Bytes that a pipe holds at most, where the system's limit was not raised."""
-
-BOOTSTRAP = """\
-import sys
-sys.path[:] = {path!r}
-from rltool.agents.worker import main
-main({descriptor}, {function!r})
-"""
 
 
 class Agents(Protocol):
@@ -80,129 +67,26 @@ class FunctionAgents:
     """Worker processes, each with many episodes on its event loop. Owned by one event loop."""
 
     def __init__(self, path: str, *, workers: int) -> None:
-        self._path = path
-        self._workers: list[_Worker | None] = [None] * workers
+        self._pool = WorkerPool(
+            "an agent worker", "rltool.agents.worker:main", (path,), workers=workers, shared=True
+        )  # fmt: skip
 
     async def run(self, task: AgentTask) -> Result:
-        worker = self._least_busy()
-        worker.episodes += 1  # before it is ready: else all that wait for the first would wait for the same one
         try:
-            await worker.ready()
-            outcome = await worker.run(task)
-        finally:
-            worker.episodes -= 1
+            async with self._pool.job(json.dumps(task.to_json()).encode()) as job:
+                try:
+                    outcome = await job.answer(task.deadline + GRACE_SECONDS)
+                except TimeoutError:
+                    job.kill_worker(BLOCKED)
+                    raise AgentFailed(BLOCKED) from None
+        except WorkerLost as error:
+            raise AgentFailed(f"the agent's process ended ({error})") from error
         if "failed" in outcome:
             raise AgentFailed(outcome["failed"])
         return outcome["reward"]
 
     async def close(self) -> None:
-        for worker in self._workers:
-            if worker is not None:
-                await worker.end("the run is ending")
-
-    def _least_busy(self) -> _Worker:
-        def busy(place: int) -> int:
-            worker = self._workers[place]
-            return worker.episodes if worker is not None and worker.alive else 0
-
-        place = min(range(len(self._workers)), key=busy)
-        worker = self._workers[place]
-        if worker is None or not worker.alive:
-            worker = self._workers[place] = _Worker(self._path)
-        return worker
-
-
-class _Worker:
-    """One process and the parent's end of its socket. Its session is its own: what the agents start dies with it."""
-
-    def __init__(self, path: str) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            code = BOOTSTRAP.format(path=sys.path, descriptor=theirs.fileno(), function=path)
-            self._process = subprocess.Popen(
-                [sys.executable, "-u", "-c", code], stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )  # fmt: skip
-        self.episodes = 0
-        """That it has been given and that have not ended."""
-        self._numbers = itertools.count()
-        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
-        self._ended: str | None = None
-        self._background = Background(lambda failure: self._fail(str(failure)))
-        self._background.start(self._serve(), "what the agent's process says")
-        self._is_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    @property
-    def alive(self) -> bool:
-        return self._ended is None and self._process.poll() is None
-
-    async def ready(self) -> None:
-        """Raises UsageError if it cannot import its function, AgentFailed if it ends."""
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                await asyncio.shield(self._is_ready)
-        except TimeoutError:
-            await self.end(f"it did not import its function within {START_SECONDS:g} s")
-            raise AgentFailed(f"an agent worker did not start within {START_SECONDS:g} s") from None
-
-    async def run(self, task: AgentTask) -> dict[str, Any]:
-        number = next(self._numbers)
-        outcome = self._waiting[number] = asyncio.get_running_loop().create_future()
-        try:
-            self._say({"id": number, "task": task.to_json()})
-            async with asyncio.timeout(task.deadline + GRACE_SECONDS):
-                return await outcome
-        except TimeoutError:
-            reason = "an agent of this worker blocked its event loop; use async calls, or a command line"
-            await self.end(reason)
-            return {"failed": reason}
-        except asyncio.CancelledError:
-            if self.alive:
-                self._say({"cancel": number})
-            raise
-        finally:
-            self._waiting.pop(number, None)
-
-    async def end(self, reason: str) -> None:
-        """Kill it and what it has started; its episodes fail with this reason."""
-        self._fail(reason)
-        await self._background.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        await asyncio.to_thread(self._process.wait)
-        self._socket.close()
-
-    def _say(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(ConnectionError):
-            self._writer.write(json.dumps(message).encode() + b"\n")
-
-    async def _serve(self) -> None:
-        reader, self._writer = await asyncio.open_connection(sock=self._socket, limit=LONGEST_LINE)
-        try:
-            with contextlib.suppress(ConnectionError):
-                while (line := await reader.readline()).endswith(b"\n"):
-                    self._take(json.loads(line))
-        finally:  # not the socket alone: the event loop would refuse the next one that gets its descriptor
-            self._writer.close()
-        code = await asyncio.to_thread(self._process.wait)
-        self._fail(f"the agent's process ended ({f'exit code {code}' if code >= 0 else f'signal {-code}'})")
-
-    def _take(self, message: Any) -> None:
-        if message == READY:
-            self._is_ready.set_result(None)
-        elif "unusable" in message:
-            self._is_ready.set_exception(UsageError(message["unusable"]))
-        elif (outcome := self._waiting.get(message["id"])) is not None and not outcome.done():
-            outcome.set_result(message)
-
-    def _fail(self, reason: str) -> None:
-        self._ended = self._ended or reason
-        if not self._is_ready.done():
-            self._is_ready.set_exception(AgentFailed(reason))
-            self._is_ready.exception()  # perhaps nobody waits for it
-        for outcome in self._waiting.values():
-            if not outcome.done():
-                outcome.set_result({"failed": reason})
+        await self._pool.close()
 
 
 class CommandAgents:

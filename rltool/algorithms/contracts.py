@@ -36,7 +36,8 @@ def check_advantage_function(
     `example_batch`, and for one that reads train_metadata `example_batch().replace(metadata=...)`.
     """
     function = load_callable(path, setting="path")
-    algorithm, batch = algorithm or AlgorithmConfig(), batch or example_batch()
+    algorithm = algorithm or AlgorithmConfig.model_validate({"advantage": path})
+    batch = batch or example_batch()
     problems: list[str] = []
     found = _called(path, lambda: function(batch, algorithm), _tensors(batch), problems)
     if _is_tensor(found, [(batch.num_samples,), tuple(batch.tokens.shape)], problems):
@@ -66,7 +67,7 @@ def check_loss_function(
     that reads `tokens.metadata`; else `example_tokens`.
     """
     function = load_callable(path, setting="path")
-    algorithm = algorithm or AlgorithmConfig()
+    algorithm = algorithm or AlgorithmConfig.model_validate({"objective": path})
     problems: list[str] = []
     logprobs, tokens = example or example_tokens()
     found = _called(path, lambda: function(logprobs, tokens, algorithm), _tensors(tokens), problems)

@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from rltool.config.algorithm import AlgorithmConfig
 
 MAX_RELATIVE_ERROR = 0.2
+KL_GAIN = 0.1
+ENTROPY_STEP = 0.005
+"""The values of the papers named below."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,11 @@ class Coefficients:
         """After a training step with these metrics (train/kl, train/entropy). What was not measured changes nothing."""
         found = self
         if algorithm.kl_target is not None and "train/kl" in measured:
-            kl = adapted_kl_coef(self.kl, measured["train/kl"], target=algorithm.kl_target, gain=algorithm.kl_gain)
+            kl = adapted_kl_coef(self.kl, measured["train/kl"], target=algorithm.kl_target, gain=KL_GAIN)
             found = replace(found, kl=kl)
         if algorithm.entropy_target is not None and "train/entropy" in measured:
             entropy, bonus = adapted_entropy_coef(
-                self.entropy,
-                measured["train/entropy"],
-                target=algorithm.entropy_target,
-                step=algorithm.entropy_coef_step,
+                self.entropy, measured["train/entropy"], target=algorithm.entropy_target, step=ENTROPY_STEP
             )
             found = replace(found, entropy=entropy, entropy_bonus=bonus)
         return found

@@ -22,7 +22,7 @@ def mismatch_factors(
     trainer's old policy; and by metric name what the mean over the loss tokens tells of them, [T] float32 each, 0 where
     loss_mask is 0.
 
-    In other kernels, or from older weights: with is_weights = "token" and is_cap = inf the factors are the pi_prox /
+    In other kernels, or from older weights: with is_weights = {kind = "token", cap = inf} the factors are the pi_prox /
     pi_behav of decoupled PPO (Fu et al. 2025, "AReaL", eq. 5), the old policy being the proximal one. lengths are read
     where AlgorithmConfig.corrects_by_token is false.
     """
@@ -32,17 +32,17 @@ def mismatch_factors(
         return mismatch_ratio(old_logprobs, rollout_logprobs, lengths, mask, level=level)
 
     factors, values = mask.clone(), dict[str, Tensor]()
-    if algorithm.is_weights != "none":
-        ratio = ratio_of(algorithm.is_weights)
-        weights = truncated_weights(ratio, cap=algorithm.is_cap, floor=algorithm.is_floor)
+    if (chosen := algorithm.is_weights).kind != "none":
+        ratio = ratio_of(chosen.kind)
+        weights = truncated_weights(ratio, cap=chosen.cap, floor=chosen.floor)
         values["is_weight_mean"] = weights * mask
-        values["is_truncated_fraction"] = (ratio > algorithm.is_cap) * mask
-        if algorithm.is_normalize:
-            weights = self_normalised(weights, lengths, mask, per_sample=algorithm.is_weights != "token")
+        values["is_truncated_fraction"] = (ratio > chosen.cap) * mask
+        if chosen.normalize:
+            weights = self_normalised(weights, lengths, mask, per_sample=chosen.kind != "token")
         factors = factors * weights
-    if algorithm.is_mask != "none":
-        ratio = ratio_of(algorithm.is_mask)
-        kept = inside_range(ratio, low=algorithm.is_mask_low, high=algorithm.is_mask_high)
+    if (bounds := algorithm.is_mask).kind != "none":
+        ratio = ratio_of(bounds.kind)
+        kept = inside_range(ratio, low=bounds.low, high=bounds.high)
         values["masked_fraction"] = (1.0 - kept) * mask
         factors = factors * kept
     if algorithm.is_veto is not None:
@@ -54,8 +54,8 @@ def mismatch_factors(
 
 def metric_names(algorithm: AlgorithmConfig) -> list[str]:
     """Of what `mismatch_factors` tells."""
-    names = ["is_weight_mean", "is_truncated_fraction"] if algorithm.is_weights != "none" else []
-    names += ["masked_fraction"] if algorithm.is_mask != "none" else []
+    names = ["is_weight_mean", "is_truncated_fraction"] if algorithm.is_weights.kind != "none" else []
+    names += ["masked_fraction"] if algorithm.is_mask.kind != "none" else []
     return names + (["vetoed_fraction"] if algorithm.is_veto is not None else [])
 
 

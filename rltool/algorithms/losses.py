@@ -9,41 +9,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rltool.algorithms.fields import LossFields, record, token
+
 MAX_LOG_RATIO = 20.0
 
 
-@dataclass(frozen=True)
-class LossTokens:
-    """What is known of the R loss tokens of one micro-batch, all on one device; log-probabilities in nats.
+@record(frozen=True, kw_only=True)
+class LossTokens(LossFields):
+    """What is known of the R loss tokens of one micro-batch, all on one device; log-probabilities in nats. Its fields
+    are LossFields of the table in algorithms/fields.py, [R] or [R, K] each, and these:
 
-    old_logprobs: [R], the trainer's before the first optimizer step; advantages: [R]; sample: [R] int64, the sample of
-    each token, ascending; num_samples: how many samples the micro-batch has; entropy: [R], in the graph, of the
-    trainer's distribution at each token; rollout_logprobs, ref_logprobs, teacher_logprobs: [R], None where not
-    computed; teacher_topk_logprobs: [R, K], and in the graph topk_logprobs [R, K] and tail_logprobs [R], as in
-    algorithms/kl.py, topk_kl, None without algorithm.distill_kl_coef; kl_cov_coefs, kl_coefs, entropy_coefs: as in
-    TrainBatch, but [R] each; metadata: name -> [R], at each token its sample's number of TrainBatch.metadata
+    sample: [R] int64, the sample of each token, ascending; num_samples: how many samples the micro-batch has; entropy:
+    [R], in the graph, of the trainer's distribution at each token; topk_logprobs [R, K] and tail_logprobs [R], in the
+    graph, as in algorithms/kl.py, topk_kl, None without algorithm.distill_kl_coef; metadata: name -> [R], at each token
+    its sample's number of TrainBatch.metadata
     """
 
-    old_logprobs: Tensor
-    advantages: Tensor
+    old_logprobs: Tensor = token(required=True)
+    advantages: Tensor = token(required=True)
     sample: Tensor
     num_samples: int
     entropy: Tensor
-    rollout_logprobs: Tensor | None = None
-    ref_logprobs: Tensor | None = None
-    teacher_logprobs: Tensor | None = None
-    teacher_topk_logprobs: Tensor | None = None
     topk_logprobs: Tensor | None = None
     tail_logprobs: Tensor | None = None
-    kl_cov_coefs: Tensor | None = None
-    kl_coefs: Tensor | None = None
-    entropy_coefs: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
 
 

@@ -29,31 +29,29 @@ def policy_objective(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmC
     ContractViolation when a function of the user's returns something other than one loss per token.
     """
     log_ratio = logprobs - tokens.old_logprobs
-    if algorithm.own_objective:
-        loss = load_callable(algorithm.objective, setting="algorithm.objective")(logprobs, tokens, algorithm)
+    chosen = algorithm.objective
+    if chosen.kind == "own":
+        loss = load_callable(chosen.function, setting="algorithm.objective")(logprobs, tokens, algorithm)
         if not isinstance(loss, Tensor) or loss.shape != logprobs.shape:
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise ContractViolation(
-                f"algorithm.objective = {algorithm.objective!r} returned {found}, expected one loss per token, a "
+                f"algorithm.objective = {chosen.function!r} returned {found}, expected one loss per token, a "
                 f"tensor of shape {tuple(logprobs.shape)}; weights and reduction are applied by the trainer"
             )
         return PolicyLoss(loss, bounded_ratio(log_ratio).detach())
-    if algorithm.objective == "reinforce":
+    if chosen.kind == "reinforce":
         return reinforce_loss(logprobs, log_ratio, tokens.advantages)
-    if algorithm.objective == "sapo":
-        temperatures = {
-            "temperature_pos": algorithm.sapo_temperature_pos,
-            "temperature_neg": algorithm.sapo_temperature_neg,
-        }
+    if chosen.kind == "sapo":
+        temperatures = {"temperature_pos": chosen.temperature_pos, "temperature_neg": chosen.temperature_neg}
         return sapo_loss(log_ratio, tokens.advantages, **temperatures)
-    clip = {"clip_low": algorithm.clip_low, "clip_high": algorithm.clip_high}
-    if algorithm.objective == "gmpo":
+    clip = {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
+    if chosen.kind == "gmpo":
         return gmpo_loss(log_ratio, tokens.advantages, tokens.sample, tokens.num_samples, **clip)
-    if algorithm.ratio == "sequence":
+    if chosen.ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, tokens.sample, tokens.num_samples)
-    if algorithm.objective == "cispo":
+    if chosen.kind == "cispo":
         return cispo_loss(logprobs, log_ratio, tokens.advantages, **clip)
-    return ppo_loss(log_ratio, tokens.advantages, **clip, dual_clip=algorithm.dual_clip)
+    return ppo_loss(log_ratio, tokens.advantages, **clip, dual_clip=chosen.dual_clip)
 
 
 def policy_token_losses(
@@ -105,13 +103,25 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
     names = ["ratio_mean"]
     if algorithm.clips_ratio:
         names.append("clip_fraction")
-    if algorithm.objective == "ppo" and algorithm.dual_clip is not None:
+    if algorithm.objective.kind == "ppo" and algorithm.objective.dual_clip is not None:
         names.append("dual_clip_fraction")
     if algorithm.off_policy_mask_threshold is not None:
         names.append("off_policy_masked_fraction")
     if _kl_in_loss(algorithm):
         names.append("kl")
     return [*names, "distill_kl"] if algorithm.distill_kl_coef > 0 else names
+
+
+def needed_fields(algorithm: AlgorithmConfig) -> set[str]:
+    """Of LossFields, what `policy_token_losses` cannot do without; old log-probabilities may be those of the loss."""
+    needs = {
+        "advantages": True,
+        "rollout_logprobs": algorithm.off_policy_mask_threshold is not None,
+        "ref_logprobs": algorithm.uses_reference and algorithm.kl_in == "loss",
+        "teacher_topk_logprobs": algorithm.uses_teacher_topk,
+        "kl_cov_coefs": algorithm.kl_cov_fraction > 0,
+    }
+    return {name for name, needed in needs.items() if needed}
 
 
 def _distillation_kl(tokens: LossTokens) -> Tensor:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
@@ -24,12 +23,9 @@ from rltool.checkpoints.streamed import ShardedLayout, TorchDistReader
 from rltool.checkpoints.torch_dist import STATE, finish, open_verified
 from rltool.checkpoints.verify import compare_logits, compare_tensors
 from rltool.config.parallel import ParallelLayout
-from rltool.engines.types import TensorMeta
-from rltool.engines.wire import tensor_bytes
 from rltool.errors import UsageError
-from rltool.megatron.hf_weights import weight_metadata
+from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.megatron.runtime import Rendezvous, Runtime
-from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.registry import family_for, read_hf_config
 from rltool.models.weight_files import INDEX, SINGLE
@@ -73,7 +69,7 @@ def hf_to_torch_dist(
     family = family_for(config)
     directories.refuse_existing(target)
     chosen = _dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
-    name = str(chosen).removeprefix("torch.")
+    plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
     with _single_process() as runtime, HFTensors(source) as tensors:
         check_tensors(family, tensors, source)
@@ -82,23 +78,23 @@ def hf_to_torch_dist(
         def check(partial: Path) -> None:
             report("comparing every tensor, and the logits with transformers'")
             read = TorchDistReader(layout, partial / STATE).read
-            equal = compare_tensors(family, read, source, chosen)
+            equal = compare_tensors(plan, read, source)
             checked.append((equal, compare_logits(family, runtime, read, source, chosen)))
 
         report(f"writing {target}")
-        manifest = Manifest(kind="weights", architecture=family.architecture, dtype=name)
+        manifest = Manifest(kind="weights", architecture=family.architecture, dtype=plan.dtype)
         partial = directories.begin(target)
         try:
             (partial / STATE).mkdir()
             layout.write(partial / STATE, lambda parameter: tensors.merged(parameter).to(chosen))
-            carry(source, partial, dtype=name)
+            carry(source, partial, dtype=plan.dtype)
             if verify:
                 check(partial)
             finish(partial, target, manifest)
         except BaseException:
             directories.abandon(partial)
             raise
-    return _summary(family, chosen, started, source, checked)
+    return _summary(family.architecture, plan, started, source, checked)
 
 
 def _check_no_run(source: Path) -> None:
@@ -132,6 +128,7 @@ def torch_dist_to_hf(
     family = family_for(config)
     directories.refuse_existing(target)
     chosen = _dtype(dtype or manifests.read(source).dtype)
+    plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
     # A run that is still going may delete the checkpoint by its retention, unless somebody reads it.
     with directories.reading(source), _single_process() as runtime:
@@ -141,26 +138,21 @@ def torch_dist_to_hf(
 
         def check(partial: Path) -> None:
             report("comparing every tensor, and the logits with transformers'")
-            equal = compare_tensors(family, read, partial, chosen)
             with HFTensors(partial) as written:
+                check_tensors(family, written, partial)
+                equal = compare_tensors(plan, read, partial)
                 checked.append((equal, compare_logits(family, runtime, written.merged, partial, chosen)))
-
-        def stream() -> Iterator[tuple[TensorMeta, Tensor]]:
-            metadata = iter(weight_metadata(family, chosen))
-            for parameter in family.parameters:
-                for part in parameter.split(read(parameter)):
-                    yield next(metadata), part
 
         report(f"writing {target}")
         write_hf_directory(
             target,
-            stream(),
-            weight_metadata(family, chosen),
+            plan.made(read),
+            plan,
             source,
             max_shard_bytes=max_shard_bytes,
             check=check if verify else None,
         )
-    return _summary(family, chosen, started, source, checked)
+    return _summary(family.architecture, plan, started, source, checked)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -192,16 +184,15 @@ def _return_freed_memory() -> None:
 
 
 def _summary(
-    family: Family, dtype: torch.dtype, started: float, source: Path, checked: list[tuple[int, float]]
+    architecture: str, plan: ExportPlan, started: float, source: Path, checked: list[tuple[int, float]]
 ) -> Conversion:
-    metadata = weight_metadata(family, dtype)
     equal, difference = checked[0] if checked else (None, None)
     return Conversion(
-        architecture=family.architecture,
-        dtype=str(dtype).removeprefix("torch."),
-        tensors=len(metadata),
-        parameters=sum(torch.Size(meta.shape).numel() for meta in metadata),
-        weight_bytes=sum(map(tensor_bytes, metadata)),
+        architecture=architecture,
+        dtype=plan.dtype,
+        tensors=len(plan.tensors),
+        parameters=sum(torch.Size(meta.shape).numel() for meta in plan.tensors),
+        weight_bytes=plan.bytes,
         seconds=time.monotonic() - started,
         carried=tuple(path.name for path in carried_files(source)),
         tensors_equal=equal,

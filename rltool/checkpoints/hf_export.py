@@ -13,8 +13,8 @@ from torch import Tensor
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.carried import carry
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.errors import ExportFailed
+from rltool.megatron.export_plan import ExportPlan, drain
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import INDEX, SINGLE
 
@@ -28,11 +28,11 @@ MAX_SHARD_BYTES = 5 * 1000**3
 def write_tensors(
     directory: Path,
     tensors: Iterable[tuple[TensorMeta, Tensor]],
-    metadata: list[TensorMeta],
+    plan: ExportPlan,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Safetensors files from tensors that come in the order of `metadata`; each is written as it comes."""
-    shards, stream = plan_buckets(metadata, max_shard_bytes), iter(tensors)
+    """Safetensors files from the plan's tensors, in its order; each is written as it comes."""
+    shards, stream = plan.files(max_shard_bytes), iter(tensors)
 
     def announced(shard: Bucket) -> Iterator[Tensor]:
         for expected in shard:
@@ -48,14 +48,14 @@ def write_tensors(
         write_tensor_file(directory / name, layout, announced(shard))
         weight_map |= {meta.name: name for meta in shard}
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(map(tensor_bytes, metadata))}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": plan.bytes}, "weight_map": weight_map}
         directories.write_text(directory / INDEX, json.dumps(index, indent=1) + "\n")
 
 
 def write_hf_directory(
     final: Path,
     tensors: Iterable[tuple[TensorMeta, Tensor]],
-    metadata: list[TensorMeta],
+    plan: ExportPlan,
     source: Path,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -69,8 +69,8 @@ def write_hf_directory(
     """
     partial = directories.begin(Path(final))
     try:
-        write_tensors(partial, tensors, metadata, max_shard_bytes)
-        carry(source, partial, dtype=metadata[0].dtype)
+        write_tensors(partial, tensors, plan, max_shard_bytes)
+        carry(source, partial, dtype=plan.dtype)
         if check is not None:
             check(partial)
         directories.commit(partial, Path(final))
@@ -88,19 +88,14 @@ def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int
         tensors: Iterator[tuple[TensorMeta, Tensor]] = ((meta, t) for meta, t in stream if t is not None)
         try:
             write_hf_directory(
-                directory, tensors, trainer.weight_metadata(), trainer.model_path, max_shard_bytes=max_shard_bytes
+                directory, tensors, trainer.export_plan, trainer.model_path, max_shard_bytes=max_shard_bytes
             )
         except OSError as error:
             raise ExportFailed(f"Hugging Face export {directory} was not written: {error.strerror or error}") from error
         finally:
             # The other ranks are inside the same gather: it has to run to its end even if the disk is full.
-            _drain(stream)
+            drain(stream)
 
     if trainer.coordinates.rank != 0:
-        _drain(stream)
+        drain(stream)
     trainer.runtime.on_rank_zero(write, f"writing {directory}")
-
-
-def _drain(stream: Iterator[tuple[TensorMeta, Tensor | None]]) -> None:
-    for item in stream:
-        del item

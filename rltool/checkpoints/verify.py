@@ -8,10 +8,12 @@ from pathlib import Path
 import torch
 
 from rltool.checkpoints.logits import Read, megatron_logits, transformers_logits
+from rltool.engines.wire import dtype_of
 from rltool.errors import RltoolError
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import Family
-from rltool.models.hf_directory import HFTensors, check_tensors
+from rltool.models.hf_directory import HFTensors
 
 LOGIT_TOLERANCE = 1e-4
 """Largest |Megatron - transformers| logit in fp32."""
@@ -23,25 +25,24 @@ class ConversionMismatch(RltoolError):
     """What was written is not the model that was read. The output is not kept."""
 
 
-def compare_tensors(family: Family, read: Read, hf_directory: Path, dtype: torch.dtype) -> int:
-    """Every tensor of the torch_dist side in `dtype` against the Hugging Face directory's, bit by bit. Returns their
-    number.
+def compare_tensors(plan: ExportPlan, read: Read, hf_directory: Path) -> int:
+    """Every tensor that the plan makes of the torch_dist side against the Hugging Face directory's, bit by bit. Returns
+    their number.
 
-    Raises ConversionMismatch naming the first that differs. What the directory holds in another precision is rounded to
-    `dtype` first.
+    Raises ConversionMismatch naming the first that differs. What the directory holds in another precision is rounded
+    first.
     """
     count = 0
     with HFTensors(hf_directory) as tensors:
-        check_tensors(family, tensors, hf_directory)
-        for parameter in family.parameters:
-            for (name, _), found in zip(parameter.hf, parameter.split(read(parameter)), strict=True):
-                expected = tensors.read(name).to(dtype)
-                if not torch.equal(found.to(dtype), expected):
-                    difference = (found.float() - expected.float()).abs().max().item()
-                    raise ConversionMismatch(
-                        f"{name} differs after the round trip (largest difference {difference:.3g})"
-                    )
-                count += 1
+        for meta, found in plan.made(read):
+            dtype = dtype_of(meta.dtype)
+            expected = tensors.read(meta.name).to(dtype)
+            if not torch.equal(found.to(dtype), expected):
+                difference = (found.float() - expected.float()).abs().max().item()
+                raise ConversionMismatch(
+                    f"{meta.name} differs after the round trip (largest difference {difference:.3g})"
+                )
+            count += 1
     return count
 
 

@@ -64,6 +64,7 @@ def rollout_only(
 ) -> None:
     """Generate, score and record rollouts with the engines as they are. No trainer, no Ray."""
     from rltool.config.loader import load_config
+    from rltool.config.rules import RULES_OF_GENERATION
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.models.hub import with_local_models
@@ -80,16 +81,14 @@ def rollout_only(
     from rltool.training.rollout_engines import Engines
     from rltool.training.routing_replay import check_rollout_engines
     from rltool.training.side_models import check_all_there, probe_models, running_models
-    from rltool.training.validate import check_files, check_generation
-    from rltool.training.validate_engines import check_mode
+    from rltool.training.validate import check_addresses, check_files
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
-    loaded = load_config(TrainConfig, config or [], set_ or [], flags)
+    loaded = load_config(TrainConfig, config or [], set_ or [], flags, rules=RULES_OF_GENERATION)
     settings = with_local_models(loaded.config)
     notes = check_settings(loaded.origins)
     check_files(settings)
-    check_mode(settings)
-    check_generation(settings)
+    check_addresses(settings.engines)
     if settings.engines.mode != "external":
         raise UsageError(
             "debug rollout-only samples from engines that run already: start them with `rltool serve-engines --config`,"
@@ -224,7 +223,7 @@ def data(
     from rltool.training.show_data import describe_data
     from rltool.training.validate import check_files
 
-    settings = with_local_models(load_config(TrainConfig, config or [], set_ or []).config)
+    settings = with_local_models(load_config(TrainConfig, config or [], set_ or [], rules=()).config)
     check_files(settings)
     console = Console()
     for line in describe_data(settings, show=show):

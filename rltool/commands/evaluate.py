@@ -77,7 +77,8 @@ def evaluate(
             "eval.seed": ("--seed", seed),
             "model.path": ("--checkpoint", checkpoint),
         }
-        return with_local_models(load_config(TrainConfig, config or [], set_ or [], flags).config, trains=False)
+        loaded = load_config(TrainConfig, config or [], set_ or [], flags, rules=())
+        return with_local_models(loaded.config, trains=False)
 
     # All of it before engines are started, which takes half a minute and more.
     settings = configured(rollout_external)

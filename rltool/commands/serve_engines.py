@@ -185,7 +185,7 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
     if files:
         if given:
             raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
-        return order_of_file(with_local_models(load_config(TrainConfig, files).config))
+        return order_of_file(with_local_models(load_config(TrainConfig, files, rules=()).config))
     if flags["model"][1] is None:
         raise UsageError(
             "give MODEL, a Hugging Face model directory or a name of the hub, or --config FILE with [[engines.groups]]"

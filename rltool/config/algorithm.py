@@ -1,67 +1,36 @@
-"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/training/validate_algorithm.py says
-which of them belong together."""
+"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py says which
+of them belong together."""
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
-from pydantic import BeforeValidator, Field, field_serializer, model_validator
+from pydantic import Field, model_validator
 
-from rltool.config.base import Config, OwnFunction
-
-
-def _inf_from_json(value: Any) -> Any:
-    """JSON has no infinity: AlgorithmConfig writes text."""
-    return math.inf if value == str(math.inf) else value
-
-
-Limit = Annotated[float, BeforeValidator(_inf_from_json)]
-"""A number for which inf, no limit, has a meaning."""
+from rltool.config.base import Config
+from rltool.config.methods import GRPO, PPO, Advantage, Mask, Objective, Unmasked, Unweighted, Weights
 
 
 class AlgorithmConfig(Config):
     """The algorithm as orthogonal choices; those of a paper are TOML fragments in rltool/templates/algorithms (`rltool
     init --algorithm`).
 
-    A setting that has no effect beside the others is refused at start: rltool/training/validate_algorithm.py.
+    A setting that has no effect beside the others is refused: rltool/config/algorithm_rules.py.
     """
 
     loss: Literal["policy", "sft"] = "policy"
     """policy: policy gradient on rollouts; sft: cross-entropy on the data set's `response` (or `label`), no engines
     needed."""
 
-    advantage: (
-        Literal[
-            "grpo", "gdpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline", "distill", "gae",
-            "none",
-        ]
-        | OwnFunction
-    ) = "grpo"
-    """The estimator (rltool/algorithms/advantages.py). gdpo normalises each of [[reward.parts]] by itself; remax
-    samples a greedy response to each prompt besides; distill needs model.teacher or model.teacher_path; gae trains a
-    critic ([critic]); none is no policy gradient, beside distill_kl_coef. `package.module:function`:
-    f(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor, [N] per sample or [T] per token; see
-    rltool/algorithms/contracts.py."""
-    credit: Literal["episode", "turn"] = "episode"
-    """Episodes of several turns. episode: all tokens are judged by the whole reward; turn: those of each turn by what
-    it and the turns behind it have earned (grpo, reinforce_pp, gae; docs/agents.md)."""
-    turn_gamma: float = Field(default=1.0, ge=0, le=1)
-    """grpo with credit = "turn": discount per turn of what later turns earn."""
-    normalize_std: bool = True
-    """grpo: divide group advantages by the group's standard deviation; False is Dr. GRPO's."""
-    normalize_std_over: Literal["group", "batch"] = "group"
-    """grpo with normalize_std: whose standard deviation, the group's or that of all rewards of the rollout."""
+    advantage: Advantage = GRPO()
+    """The estimator (rltool/algorithms/advantages.py). What it is set by depends on its `kind`, see below; a kind
+    alone, or `package.module:function`, may stand in the place of the table. gdpo normalises each of [[reward.parts]]
+    by itself; remax samples a greedy response to each prompt besides; distill needs model.teacher or
+    model.teacher_path; gae trains a critic ([critic]); none is no policy gradient, beside distill_kl_coef."""
     whiten_advantages: bool | None = None
     """Mean 0 and standard deviation 1 over all response tokens of the rollout, of all ranks. None: as the estimator's
     paper has it (reinforce_pp, reinforce_pp_baseline and gae: yes; others: no)."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount per token of reinforce_pp, reinforce_pp_baseline and gae."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """Decay of the sum of temporal differences in generalised advantage estimation; 1 is the return minus the value."""
-    value_clip: float = Field(default=0.2, gt=0)
-    """gae: values may move this far from the old ones before their loss is clipped, in units of reward."""
     distill_coef: float = Field(default=0.0, ge=0)
     """Beside the advantages of another estimator: this times log p_teacher - log p, per token, in nats, added after
     whitening; needs a teacher as well. 0: none."""
@@ -80,33 +49,17 @@ class AlgorithmConfig(Config):
     overlong_penalty: float = Field(default=1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
-    objective: Literal["ppo", "cispo", "gmpo", "sapo", "reinforce"] | OwnFunction = "ppo"
-    """The surrogate (rltool/algorithms/losses.py). `package.module:function`: f(logprobs: Tensor, tokens: LossTokens,
-    algorithm: AlgorithmConfig) -> Tensor, one loss per token; see rltool/algorithms/contracts.py."""
-    ratio: Literal["token", "sequence"] = "token"
-    """ppo and cispo: probability ratio new / old of each token, or the geometric mean over its sample's tokens (GSPO),
-    whose gradient goes to each token by itself (GSPO-token)."""
-    clip_low: float = Field(default=0.2, gt=0, le=1)
-    """See clip_high."""
-    clip_high: Limit = Field(default=0.2, gt=0, allow_inf_nan=True)
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; inf: no upper limit. GSPO's are near 3e-4."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """ppo: for negative advantages the loss grows no further once the ratio is above this (Ye et al. 2020); None: no
-    limit."""
-    sapo_temperature_pos: float = Field(default=1.0, gt=0)
-    """sapo: how fast the pull of a token with a positive advantage fades as its ratio leaves 1."""
-    sapo_temperature_neg: float = Field(default=1.05, gt=0)
-    """sapo: the same for all other tokens."""
+    objective: Objective = PPO()
+    """The surrogate (rltool/algorithms/losses.py); what it is set by depends on its `kind`, see below. A kind alone, or
+    `package.module:function`, may stand in the place of the table."""
     off_policy_mask_threshold: float | None = Field(default=None, gt=0)
     """No policy loss on tokens with a negative advantage in samples whose mean log(p_engine / p), now in training, is
     above this, in nats (DeepSeek-V3.2); None: no mask."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus, in nats. With entropy_target the weight that the run begins with."""
     entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy in nats below which there is a bonus; its weight grows by entropy_coef_step after each step that ends
-    below, and falls by as much after one above. None: entropy_coef throughout."""
-    entropy_coef_step: float = Field(default=0.005, gt=0)
-    """See entropy_target."""
+    """Entropy in nats below which there is a bonus; its weight grows by 0.005 after each step that ends below, and
+    falls by as much after one above. None: entropy_coef throughout."""
     top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
     """Policy loss only on this share of the rollout's tokens, those where the old policy has the highest entropy; 1:
     on all."""
@@ -137,10 +90,8 @@ class AlgorithmConfig(Config):
     """Weight of the estimate of KL(policy || reference); 0 needs no reference model. With kl_target the weight that the
     run begins with."""
     kl_target: float | None = Field(default=None, gt=0)
-    """Mean of the estimate per token, in nats, that the weight is steered towards after each step (Ziegler et al.
-    2019); None: kl_coef throughout."""
-    kl_gain: float = Field(default=0.1, gt=0)
-    """kl_target: the weight changes by at most a fifth of this, relatively, in one step."""
+    """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
+    (Ziegler et al. 2019); None: kl_coef throughout."""
     reference_update_steps: int = Field(default=0, ge=0)
     """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
     loaded first."""
@@ -160,38 +111,17 @@ class AlgorithmConfig(Config):
     mask_tokens_older_than: int | None = Field(default=None, ge=0)
     """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
 
-    is_weights: Literal["none", "token", "sequence", "geometric"] = "none"
-    """Truncated importance sampling: the policy loss of each token times min(trainer's old / engine's probability,
-    is_cap). The ratio is the token's, the product over its sample's tokens, or their geometric mean."""
-    is_cap: Limit = Field(default=2.0, gt=0, allow_inf_nan=True)
-    """Where the importance weight is truncated; inf: nowhere."""
-    is_floor: float = Field(default=0.0, ge=0)
-    """Importance weights below this are raised to it; below is_cap."""
-    is_normalize: bool = False
-    """Divide the importance weights by their mean over the rollout's tokens (over its samples where a sample's tokens
-    share one weight), so that they correct the direction and not the size of the gradient."""
-    is_mask: Literal["none", "token", "sequence", "geometric"] = "none"
-    """No policy loss where that ratio lies outside [is_mask_low, is_mask_high]: IcePop by token, whole samples
-    otherwise."""
-    is_mask_low: float = Field(default=0.5, ge=0)
-    """See is_mask."""
-    is_mask_high: float = Field(default=2.0, gt=0)
-    """See is_mask; above is_mask_low."""
+    is_weights: Weights = Unweighted()
+    """Weights of tokens by how likely the trainer's old policy was to draw them, see below. A kind alone may stand in
+    the place of the table, here and in is_mask."""
+    is_mask: Mask = Unmasked()
+    """Tokens without a policy loss by the same ratio; see below."""
     is_veto: float | None = Field(default=None, gt=0, lt=1)
     """No policy loss on samples in which the ratio of any single token is below this, 1e-4 for example: the engine
     sampled what the trainer finds all but impossible. None: no veto."""
 
     @model_validator(mode="after")
     def _ranges(self) -> AlgorithmConfig:
-        if self.is_mask_low >= self.is_mask_high:
-            raise ValueError(
-                f"is_mask_low {self.is_mask_low:g} is not below is_mask_high {self.is_mask_high:g}: every token would "
-                "be masked"
-            )
-        if self.is_floor >= self.is_cap:
-            raise ValueError(
-                f"is_floor {self.is_floor:g} is not below is_cap {self.is_cap:g}: every weight would be the same"
-            )
         if self.clip_cov_low >= self.clip_cov_high:
             raise ValueError(
                 f"clip_cov_low {self.clip_cov_low:g} is not below clip_cov_high {self.clip_cov_high:g}: no token lies "
@@ -202,20 +132,20 @@ class AlgorithmConfig(Config):
             raise ValueError(f"reward_clip = [{low:g}, {high:g}] would make all rewards equal; the first is the lower")
         return self
 
-    @field_serializer("is_cap", "clip_high", when_used="json")
-    def _inf_in_json(self, value: float) -> float | str:
-        # _inf_from_json reads the text back.
-        return value if math.isfinite(value) else str(value)
-
     @property
     def own_advantage(self) -> bool:
-        """`advantage` is an import path."""
-        return ":" in self.advantage
+        """`advantage` is a function of the user's."""
+        return self.advantage.kind == "own"
+
+    @property
+    def credits_turns(self) -> bool:
+        """Each turn of an episode is judged by itself."""
+        return getattr(self.advantage, "credit", "episode") == "turn"
 
     @property
     def own_objective(self) -> bool:
-        """`objective` is an import path."""
-        return ":" in self.objective
+        """`objective` is a function of the user's."""
+        return self.objective.kind == "own"
 
     def logits_temperature(self, sampling_temperature: float) -> float:
         """What the trainer divides its logits by: the temperature that its tokens were sampled at.
@@ -226,7 +156,7 @@ class AlgorithmConfig(Config):
 
     @property
     def uses_critic(self) -> bool:
-        return self.loss == "policy" and self.advantage == "gae"
+        return self.loss == "policy" and self.advantage.kind == "gae"
 
     @property
     def uses_reference(self) -> bool:
@@ -235,13 +165,13 @@ class AlgorithmConfig(Config):
     @property
     def clips_ratio(self) -> bool:
         """The objective limits the ratio to [1 - clip_low, 1 + clip_high]."""
-        return self.objective in ("ppo", "cispo", "gmpo")
+        return self.objective.kind in ("ppo", "cispo", "gmpo")
 
     @property
     def uses_teacher_logprobs(self) -> bool:
         """The teacher's log-probabilities of the sampled tokens are part of the advantages, or may be."""
         own = self.own_advantage or self.own_objective
-        return self.loss == "policy" and (self.advantage == "distill" or self.distill_coef > 0 or own)
+        return self.loss == "policy" and (self.advantage.kind == "distill" or self.distill_coef > 0 or own)
 
     @property
     def uses_teacher_topk(self) -> bool:
@@ -251,23 +181,24 @@ class AlgorithmConfig(Config):
     @property
     def needs_greedy_baseline(self) -> bool:
         """The reward of a greedy response to each prompt is part of the advantages."""
-        return self.loss == "policy" and self.advantage == "remax"
+        return self.loss == "policy" and self.advantage.kind == "remax"
 
     @property
     def uses_reward_parts(self) -> bool:
         """Advantages are made of the several rewards of a sample, not of their sum."""
-        return self.loss == "policy" and self.advantage == "gdpo"
+        return self.loss == "policy" and self.advantage.kind == "gdpo"
 
     @property
     def corrects_mismatch(self) -> bool:
         """Samples are weighted or masked by how likely the trainer's old policy was to draw them."""
-        return self.is_weights != "none" or self.is_mask != "none" or self.is_veto is not None
+        return self.is_weights.kind != "none" or self.is_mask.kind != "none" or self.is_veto is not None
 
     @property
     def corrects_by_token(self) -> bool:
         """Each token's correction is made of its own log-probabilities, in whichever forward pass they come."""
-        by_token = {self.is_weights, self.is_mask} <= {"none", "token"}
-        return by_token and self.is_veto is None and not self.is_normalize
+        by_token = {self.is_weights.kind, self.is_mask.kind} <= {"none", "token"}
+        normalized = self.is_weights.kind != "none" and self.is_weights.normalize
+        return by_token and self.is_veto is None and not normalized
 
     @property
     def selects_by_entropy(self) -> bool:
@@ -294,7 +225,7 @@ class AlgorithmConfig(Config):
         """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
         forward."""
         kl_in_reward = self.uses_reference and self.kl_in == "reward"
-        distills = self.advantage == "distill" or self.distill_coef > 0
+        distills = self.advantage.kind == "distill" or self.distill_coef > 0
         selects = self.selects_by_entropy or self.selects_by_covariance
         corrects = self.corrects_mismatch and not self.corrects_by_token
         return self.loss == "policy" and (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from rltool.config.base import OWN_FUNCTION, Config
 from rltool.errors import UsageError
-from rltool.masking import masked
+from rltool.masking import masked, masked_text
 
 C = TypeVar("C", bound=Config)
 
@@ -29,6 +29,7 @@ _SHAPES = {
     "list_type": "expected a list, [VALUE, ...]",
 }
 """What to write, in the words of TOML, for what pydantic names by Python's types."""
+_KEY = re.compile(r"[a-z_][\w.]*\w")
 _TYPES = frozenset({"str", "int", "float", "bool"})
 
 
@@ -49,11 +50,13 @@ def load_config(
     files: Sequence[Path] = (),
     sets: Sequence[str] = (),
     flags: Mapping[str, tuple[str, Any]] | None = None,
+    rules: Sequence[Callable[[Any], None]] | None = None,
 ) -> Loaded[C]:
     """Build `model` from its sources.
 
     files: TOML files, later ones win key by key. sets: "a.b=c", the right side read as a TOML value, else as text.
-    flags: dotted key -> (flag name, value); a value of None means that the flag was not given.
+    flags: dotted key -> (flag name, value); a value of None means that the flag was not given. rules: of those in
+    rltool/config/rules.py the ones to apply, for verbs that do not train; None: all.
     Raises ConfigError (exit code 2) for a missing or broken file, an unknown key, or a value that does not validate.
     """
     values: dict[str, Any] = {}
@@ -70,7 +73,8 @@ def load_config(
         if value is not None:
             _put(values, origins, model, key, value, flag)
     try:
-        return Loaded(model.model_validate(values), origins)
+        context = None if rules is None else {"rules": rules}
+        return Loaded(model.model_validate(values, context=context), origins)
     except ValidationError as error:
         raise ConfigError(_explain(error, origins, model, values)) from None
 
@@ -100,6 +104,18 @@ def _section(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
+def variants(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
+    """kind -> config model, the default's first, of a field that is a table with one of several `kind`s; else empty."""
+    field = model.model_fields[key]
+    if field.discriminator != "kind":
+        return {}
+    found = {
+        name: kind for kind in get_args(field.annotation) for name in get_args(kind.model_fields["kind"].annotation)
+    }
+    first = field.default.kind
+    return {first: found.pop(first), **found}
+
+
 def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in table.items():
         section = _section(model, key) if key in model.model_fields else None
@@ -121,9 +137,16 @@ def _put(
     for depth, part in enumerate(parts):
         if part not in section.model_fields:
             _unknown(model, key, ".".join(parts[:depth]), part, section, origin)
-        inner = _section(section, part)
+        inner, kinds = _section(section, part), variants(section, part)
         rest = parts[depth + 1 :]
-        if not rest:
+        if kinds and not rest and isinstance(value, Mapping):
+            for name in sorted(value, key=lambda name: name != "kind"):  # it decides which others there are
+                _put(values, origins, model, f"{key}.{name}", value[name], origin)
+            return
+        if kinds:
+            here[part] = _of_kind(here.get(part) or {}, rest, value, kinds, (model, key, origin), origins)
+            key = key if rest else f"{key}.kind"
+        elif not rest:
             here[part] = value
         elif inner is None:
             here[part] = _entered(here.get(part) or {}, rest, value, _element(section, part), (model, key, origin))
@@ -133,6 +156,47 @@ def _put(
             continue
         origins[key] = origin
         return
+
+
+def _of_kind(
+    table: Mapping[str, Any], rest: Sequence[str], value: Any, kinds: Mapping[str, type[BaseModel]],
+    told: tuple[type[BaseModel], str, str], origins: dict[str, str],
+) -> dict[str, Any]:  # fmt: skip
+    """The table with one more key; of a table of another kind than before nothing stays. rest: the key within the
+    table; empty: a kind alone, or an import path."""
+    if not rest:
+        entries = {"kind": "own", "function": value} if ":" in str(value) and "own" in kinds else {"kind": value}
+    elif rest[0] == "kind":
+        entries = {"kind": value}
+    else:
+        kind = table.get("kind", next(iter(kinds)))
+        _check_of_kind(kind, rest, kinds, told)
+        before = table.get(rest[0])
+        inside = {**(before if isinstance(before, Mapping) else {}), ".".join(rest[1:]): value}
+        entries = {"kind": kind, rest[0]: inside if len(rest) > 1 else value}
+    if table.get("kind") == entries["kind"]:
+        return {**table, **entries}
+    parent = told[1].removesuffix("".join(f".{part}" for part in rest))
+    for old in [key for key in origins if f"{key}.".startswith(f"{parent}.")]:
+        del origins[old]
+    return entries
+
+
+def _check_of_kind(
+    kind: Any, rest: Sequence[str], kinds: Mapping[str, type[BaseModel]], told: tuple[type[BaseModel], str, str]
+) -> None:
+    """ConfigError for a key that tables of this kind do not have. An unknown kind is pydantic's to refuse."""
+    model, key, origin = told
+    if not isinstance(kind, str) or kind not in kinds or rest[0] in kinds[kind].model_fields:
+        return
+    parent = key.removesuffix("".join(f".{part}" for part in rest))
+    of = [name for name, other in kinds.items() if rest[0] in other.model_fields]
+    if not of:
+        _unknown(model, key, parent, rest[0], kinds[kind], origin)
+    raise ConfigError(
+        f"{origin}: {key} is a key of kind = {' or '.join(of)}, and {parent}.kind is {kind}: set that first, or leave "
+        f"{key} out"
+    )
 
 
 def _element(model: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -160,6 +224,7 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     for name in model.model_fields:
         inner = _section(model, name)
         keys += _all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
+        keys += [f"{prefix}{name}.{key}" for kind in variants(model, name).values() for key in kind.model_fields]
     return keys
 
 
@@ -215,6 +280,8 @@ def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
     kept: list[int | str] = []
     for part in place:
         here = values[part] if _holds(values, part) else None
+        if here is None and isinstance(values, Mapping) and part == values.get("kind"):
+            continue  # which of several kinds of table it is
         if isinstance(part, str) and here is None and (not part.isidentifier() or part in _TYPES):
             continue
         kept.append(part)
@@ -232,10 +299,13 @@ def _line(
     place: tuple[int | str, ...], items: Sequence[Any], origins: Mapping[str, str], model: type[BaseModel]
 ) -> str:  # fmt: skip
     """items: pydantic's errors at this place, several for a union of types."""
-    key, first = ".".join(map(str, place)), items[0]
+    first = items[0]
+    if first["type"] == "union_tag_invalid":
+        place, first = (*place, "kind"), {**first, "input": first["ctx"]["tag"]}
+    key = ".".join(map(str, place))
     parents = (".".join(map(str, place[:depth])) for depth in range(len(place), 0, -1))
     origin = next((origins[parent] for parent in parents if parent in origins), None)
-    from_where = f", from {origin}" if origin else ""
+    from_where = f", from {origin}" if origin else _named_origins(first, key, origins)
     if first["type"] == "extra_forbidden":  # in a section of a list or a table; _put has seen to the others
         return f"unknown key {key!r}{from_where}{_nearest(model, place)}"
     if first["type"] == "missing":
@@ -246,6 +316,8 @@ def _line(
         )
     value = first["input"]
     shown = masked(value, str(place[-1]) if place else "")
+    if isinstance(shown, str):  # perhaps a table that was no TOML, or a command line
+        shown = masked_text(shown)
     given = f" (got {shown!r})" if not isinstance(value, dict) else ""
     message = "; or ".join(dict.fromkeys(_message(item) for item in items))
     hint = _did_you_mean(value, items)
@@ -258,7 +330,24 @@ def _line(
     return (f"{key}: " if key else "") + f"{message}{given}{from_where}{hint}"
 
 
+def _named_origins(item: Any, section: str, origins: Mapping[str, str]) -> str:
+    """Where the keys were set that a rule between several names: ` (optimizer.lr from run.toml)`. section: of the rule;
+    "" for the whole configuration."""
+    if item["type"] != "value_error":
+        return ""
+    prefix, words = f"{section}." if section else "", set(_KEY.findall(item["msg"]))
+    named = {key.removesuffix(".kind"): origin for key, origin in origins.items()}
+    found = [
+        f"{key} from {origin}"
+        for key, origin in named.items()
+        if key in words or (prefix and key.startswith(prefix) and key.removeprefix(prefix) in words)
+    ]
+    return f" ({', '.join(found)})" if found else ""
+
+
 def _message(item: Any) -> str:
+    if item["type"] == "union_tag_invalid":
+        return f"expected one of {item['ctx']['expected_tags']}"
     if item["type"] in _SHAPES:
         return _SHAPES[item["type"]]
     if item["type"] == "string_pattern_mismatch" and item["ctx"]["pattern"] == OWN_FUNCTION:
@@ -268,6 +357,8 @@ def _message(item: Any) -> str:
 
 def _did_you_mean(value: Any, items: Sequence[Any]) -> str:
     names = [n for item in items if item["type"] == "literal_error" for n in _QUOTED.findall(item["ctx"]["expected"])]
+    if items[0]["type"] == "union_tag_invalid":
+        names, value = _QUOTED.findall(items[0]["ctx"]["expected_tags"]), items[0]["ctx"]["tag"]
     near = difflib.get_close_matches(value, names, n=1, cutoff=0.6) if isinstance(value, str) else []
     return f"; {value!r}: did you mean {near[0]!r}?" if near else ""
 

@@ -4,6 +4,24 @@ and says so."""
 from __future__ import annotations
 
 RENAMED: dict[str, str] = {
+    "algorithm.credit": "algorithm.advantage.credit",
+    "algorithm.turn_gamma": "algorithm.advantage.turn_gamma",
+    "algorithm.normalize_std": "algorithm.advantage.normalize_std",
+    "algorithm.normalize_std_over": "algorithm.advantage.normalize_std_over",
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.gae_lambda": "algorithm.advantage.gae_lambda",
+    "algorithm.value_clip": "algorithm.advantage.value_clip",
+    "algorithm.is_cap": "algorithm.is_weights.cap",
+    "algorithm.is_floor": "algorithm.is_weights.floor",
+    "algorithm.is_normalize": "algorithm.is_weights.normalize",
+    "algorithm.is_mask_low": "algorithm.is_mask.low",
+    "algorithm.is_mask_high": "algorithm.is_mask.high",
+    "algorithm.ratio": "algorithm.objective.ratio",
+    "algorithm.clip_low": "algorithm.objective.clip_low",
+    "algorithm.clip_high": "algorithm.objective.clip_high",
+    "algorithm.dual_clip": "algorithm.objective.dual_clip",
+    "algorithm.sapo_temperature_pos": "algorithm.objective.temperature_pos",
+    "algorithm.sapo_temperature_neg": "algorithm.objective.temperature_neg",
     "rollout.mode": "engines.mode",
     "rollout.external": "engines.external",
     "rollout.router": "engines.router",
@@ -27,6 +45,12 @@ RENAMED: dict[str, str] = {
 """Old dotted key -> new dotted key."""
 
 REMOVED: dict[str, str] = {
+    "algorithm.entropy_coef_step": "the step is 0.005, as in Skywork-OR1: use algorithm.entropy_target",
+    "algorithm.kl_gain": "the gain is 0.1, as in Ziegler et al. 2019: use algorithm.kl_target",
+    "engines.restart_forget": "an engine that has served for 10 minutes has all restarts again: use "
+    "engines.max_restarts and engines.restart_backoff",
+    "reward.simulate_seconds": "name a reward.function of your own that sleeps",
+    "rollout.simulate_step_seconds": "name a rollout.environment of your own whose step sleeps",
     "trainer.virtual_pipeline_parallel": "it took only 1, for Megatron-core's interleaved schedule gave silently wrong "
     "gradients here: use trainer.pipeline_parallel alone",
 }

@@ -93,9 +93,6 @@ class RewardConfig(Config):
     workers: int = Field(default=2, ge=1)
     """Processes for each plain reward function; async ones run on the rollout manager's event loop, all side by
     side."""
-    simulate_seconds: float = Field(default=0.0, ge=0)
-    """Each reward of a sample takes so many seconds longer, in its process or on the event loop: what a slow one would
-    cost."""
 
     @field_validator("parts")
     @classmethod

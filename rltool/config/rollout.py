@@ -43,12 +43,10 @@ class EnginesConfig(Config):
     """managed, colocate, serve-engines --config: start a router in front of the policy's engines."""
     max_restarts: int = Field(default=5, ge=0)
     """managed, colocate, serve-engines --config: how often an engine that has died is started again, and a router that
-    was started with it. One that has served for engines.restart_forget seconds since has all of them again; one that
+    was started with it. One that has served for 10 minutes since has all of them again; one that
     has none left stays dead."""
     restart_backoff: float = Field(default=1.0, gt=0)
     """See max_restarts: seconds before the first restart of one, doubled with each that follows, 60 at most."""
-    restart_forget: float = Field(default=600.0, gt=0)
-    """See max_restarts."""
     groups: tuple[EngineGroup, ...] = ()
     """The engines that serve-engines --config and, where mode is managed or colocate, train start; see below."""
 
@@ -163,8 +161,6 @@ class RolloutConfig(Config):
     each sample (docs/agents.md)."""
     environment_arguments: dict[str, Any] = Field(default_factory=dict)
     """What the class is called with."""
-    simulate_step_seconds: float = Field(default=0.0, ge=0)
-    """Each step of the environment, with its tools, takes so many seconds longer: what slow tools would cost."""
     agent: Literal["remote"] | OwnFunction | tuple[str, ...] | None = None
     """In place of generate_function: `package.module:function`, `async def f(task)` that returns a reward, a list of
     them or None; or a list, the words of a command line; or remote: agents that `rltool agents` runs on other hosts,

@@ -4,13 +4,28 @@ process, fully resolved."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rltool.config.base import Config
 
-EngineKind = Literal["vllm", "sglang"]
+ENGINES: dict[str, str] = {
+    "vllm": "rltool.engines.vllm:VllmDialect",
+    "sglang": "rltool.engines.sglang:SglangDialect",
+}
+"""Engine kind -> the import path of its dialect, which rltool.engines.dialects imports. In the order in which a server
+of unknown kind is asked what it is: rltool's plugin gives vLLM SGLang's /model_info too."""
+
+
+def _known(kind: str) -> str:
+    if kind not in ENGINES:
+        raise ValueError(f"unknown engine {kind!r}; known are {', '.join(ENGINES)}")
+    return kind
+
+
+EngineKind = Annotated[str, AfterValidator(_known)]
+"""One of ENGINES."""
 Device = Literal["cuda", "cpu"]
 EngineDtype = Literal["auto", "half", "float16", "bfloat16", "float", "float32"]
 """The names that both vLLM (ModelDType) and SGLang (--dtype) take."""

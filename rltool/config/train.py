@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config, OwnFunction
@@ -23,6 +23,7 @@ from rltool.config.rollout import (
     SamplingConfig,
     WeightsConfig,
 )
+from rltool.config.rules import RULES
 from rltool.config.serve import POLICY, ServedModel
 
 
@@ -310,6 +311,18 @@ class TrainConfig(Config):
                     "classifier has regular engines alone"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _rules(self, info: ValidationInfo) -> TrainConfig:
+        for rule in (info.context or {}).get("rules", RULES):
+            rule(self)
+        return self
+
+    @property
+    def needs_engines(self) -> bool:
+        """Policy training generates; supervised training uses engines only to evaluate, and only if there are some."""
+        some = self.engines.mode != "external" or bool(self.engines.external)
+        return self.algorithm.loss == "policy" or (some and bool(self.eval.sets))
 
     @property
     def samples_per_optimizer_step(self) -> int:

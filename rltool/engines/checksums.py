@@ -11,6 +11,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 Checksums = dict[str, str]
 """RANK:NAME -> hexadecimal digest, rank after rank, each in the order of the model's layers."""
@@ -25,6 +26,18 @@ FUSED = {
 """A checkpoint's projection -> the engine's, and its place there, from the top."""
 _FUSED_PART = re.compile(rf"\.({'|'.join(FUSED)})\.(weight|bias)$")
 _TENSOR_PARALLEL = re.compile(r"(?:^|:)tp(\d+)$")
+
+DigestKind = Literal["sha256", "sha256_64", "sglang_cuda"]
+"""SHA-256; its first 64 bits; what SGLang's kernel makes of a tensor on a GPU (rltool.weights.digests)."""
+
+
+@dataclass(frozen=True)
+class ParameterLayout:
+    """dtype: torch's name; tensor_parallel: how many ranks the parameters are cut over; digest: of a rank's part."""
+
+    dtype: str
+    tensor_parallel: int = 1
+    digest: DigestKind = "sha256"
 
 
 @dataclass(frozen=True)

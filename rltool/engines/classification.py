@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.dialects import dialect, launches
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.models.weight_files import read_header, weight_files
@@ -20,9 +21,6 @@ from rltool.models.weight_files import read_header, weight_files
 CLASSIFY_PATH = "/classify"
 """Of both engines. Their bodies and replies differ."""
 
-HEADS_WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
-"""In SGLang (0.5.23), where transformers has heads without: a bias that no checkpoint names keeps the random numbers
-that torch began with, and every score has them added."""
 HEAD_BIAS = "score.bias"
 
 CONVERTED = ("ForCausalLM", "ForConditionalGeneration")
@@ -30,7 +28,7 @@ CONVERTED = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class VllmClassification:
-    """See rltool.engines.dialect.Dialect."""
+    """See rltool.engines.dialect.Inspects."""
 
     def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
         body = {"input": list(token_ids), "use_activation": use_activation}
@@ -42,7 +40,7 @@ class VllmClassification:
 
 
 class SglangClassification:
-    """See rltool.engines.dialect.Dialect."""
+    """See rltool.engines.dialect.Inspects."""
 
     def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
         if use_activation:
@@ -62,18 +60,19 @@ def vllm_flags(launch: EngineLaunch) -> list[str]:
     return ["--runner", "pooling", *(["--convert", "classify"] if converted else [])]
 
 
-def check_sglang_head(launch: EngineLaunch) -> None:
-    """UsageError for a classifier whose scores SGLang would add random numbers to. Reads headers alone."""
-    if launch.engine != "sglang" or launch.task != "classify" or _architecture(launch) not in HEADS_WITH_BIAS:
+def check_head(launch: EngineLaunch) -> None:
+    """UsageError for a classifier whose scores the engine would add random numbers to (Launches.biased_heads). Reads
+    headers alone."""
+    if launch.task != "classify" or _architecture(launch) not in launches(launch.engine).biased_heads:
         return
     for path in weight_files(launch.model):
         with path.open("rb") as stream:
             if HEAD_BIAS in read_header(path, stream)[0]:
                 return
     raise UsageError(
-        f"MODEL {launch.model}: SGLang gives the head of a {_architecture(launch)} a bias, of random numbers where the "
-        f"checkpoint has none, as this one; serve it with --engine vllm, or add {HEAD_BIAS}, one zero for each label, "
-        "to the checkpoint"
+        f"MODEL {launch.model}: {dialect(launch.engine).label} gives the head of a {_architecture(launch)} a bias, of "
+        "random numbers where the checkpoint has none, as this one; serve it with --engine vllm, or add "
+        f"{HEAD_BIAS}, one zero for each label, to the checkpoint"
     )
 
 

@@ -16,8 +16,8 @@ from typing import Any, Self
 import aiohttp
 
 from rltool.engines.checksums import Checksums
-from rltool.engines.dialect import MEMORY_TAGS, Dialect, MemoryTag, SleepLevel
-from rltool.engines.dialects import DETECTION, NAMES, dialect
+from rltool.engines.dialect import MEMORY_TAGS, Controls, Generates, Inspects, MemoryTag, SleepLevel
+from rltool.engines.dialects import controls, detections, dialect, inspects, none_of_ours
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import making_sense_of, quote, read_body, read_reply
@@ -281,12 +281,12 @@ class EngineClient:
         *,
         timeout: float,
     ) -> None:
-        """Abort what the engine runs, and free its GPU memory; see Dialect.sleep."""
-        await self.run(engine, _dialect_of(engine).sleep(level, tags), timeout=timeout)
+        """Abort what the engine runs, and free its GPU memory; see Controls.sleep."""
+        await self.run(engine, _controls(engine).sleep(level, tags), timeout=timeout)
 
     async def wake(self, engine: EngineEndpoint, tags: Sequence[MemoryTag] = MEMORY_TAGS, *, timeout: float) -> None:
-        """Take the memory back; see Dialect.wake."""
-        await self.run(engine, _dialect_of(engine).wake(tags), timeout=timeout)
+        """Take the memory back; see Controls.wake."""
+        await self.run(engine, _controls(engine).wake(tags), timeout=timeout)
 
     async def probe(self, endpoint: EngineEndpoint, *, timeout: float = PROBE_SECONDS) -> EngineInfo:
         """Ask a live engine what it is. An endpoint without a dialect is asked for that first.
@@ -312,7 +312,7 @@ class EngineClient:
 
     async def detect_dialect(self, url: str, key: str | None, *, timeout: float = PROBE_SECONDS) -> str:
         """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
-        for name, (path, field) in DETECTION.items():
+        for name, (path, field) in detections().items():
             try:
                 reply = await self.request(url, HttpRequest("GET", path), key=key, timeout=timeout, retry=True)
             except EngineRejected as error:
@@ -321,10 +321,7 @@ class EngineClient:
                 continue
             if isinstance(reply, dict) and field in reply:
                 return name
-        raise UsageError(
-            f"the server at {url} is none of: {', '.join(NAMES)} (neither /version nor /model_info answered as "
-            f"theirs do)"
-        )
+        raise none_of_ours(url)
 
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
         """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
@@ -352,7 +349,7 @@ class EngineClient:
     async def checksums(self, endpoint: EngineEndpoint, *, timeout: float) -> Checksums | None:
         """Digests of what the engine holds, None where it has none to give. Reads all weights: seconds for a large
         model."""
-        speaks = _dialect_of(endpoint)
+        speaks = _inspects(endpoint)
         reply = await self.request(
             endpoint.url, speaks.checksums(), key=endpoint.present_key(), timeout=timeout, retry=False,
             limit=CHECKSUMS_BYTES,
@@ -362,7 +359,7 @@ class EngineClient:
 
     async def score(self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, timeout: float) -> tuple[float, ...]:
         """Log-probabilities of all tokens but the first, each after those before it, at temperature 1."""
-        speaks = _dialect_of(endpoint)
+        speaks = _inspects(endpoint)
         reply = await self.request(
             endpoint.url, speaks.score(token_ids), key=endpoint.present_key(), timeout=timeout, retry=True,
             limit=_score_bytes(token_ids, 0),
@@ -374,7 +371,7 @@ class EngineClient:
         self, endpoint: EngineEndpoint, token_ids: Sequence[int], topk: int, *, timeout: float
     ) -> TokenScores:
         """`score`, and the `topk` most probable tokens in the place of each."""
-        speaks = _dialect_of(endpoint)
+        speaks = _inspects(endpoint)
         reply = await self.request(
             endpoint.url, speaks.score(token_ids, topk), key=endpoint.present_key(), timeout=timeout, retry=True,
             limit=_score_bytes(token_ids, topk),
@@ -386,9 +383,9 @@ class EngineClient:
         self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, use_activation: bool, timeout: float,
         attempts: int | None = None,
     ) -> tuple[float, ...]:  # fmt: skip
-        """One score for each label, from an engine of a classifier (never a router); see Dialect.classify. attempts: as
-        in `request`."""
-        speaks = _dialect_of(endpoint)
+        """One score for each label, from an engine of a classifier (never a router); see Inspects.classify. attempts:
+        as in `request`."""
+        speaks = _inspects(endpoint)
         http = speaks.classify(token_ids, use_activation=use_activation)
         reply = await self.request(
             endpoint.url, http, key=endpoint.present_key(), timeout=timeout, retry=True, attempts=attempts
@@ -409,7 +406,25 @@ class _Temporary(Exception):
         self.failure = failure
 
 
-def _dialect_of(endpoint: EngineEndpoint) -> Dialect:
+def _dialect_of(endpoint: EngineEndpoint) -> Generates:
+    return dialect(_name_of(endpoint), plugin=endpoint.plugin)
+
+
+def _controls(endpoint: EngineEndpoint) -> Controls:
+    try:
+        return controls(_name_of(endpoint), plugin=endpoint.plugin)
+    except UsageError as error:
+        raise error.with_context(before=f"{endpoint.url} ") from error
+
+
+def _inspects(endpoint: EngineEndpoint) -> Inspects:
+    try:
+        return inspects(_name_of(endpoint), plugin=endpoint.plugin)
+    except UsageError as error:
+        raise error.with_context(before=f"{endpoint.url} ") from error
+
+
+def _name_of(endpoint: EngineEndpoint) -> str:
     if endpoint.dialect is None:
         raise RuntimeError(f"the dialect of {endpoint.url} is not known yet: probe it first")
-    return dialect(endpoint.dialect, plugin=endpoint.plugin)
+    return endpoint.dialect

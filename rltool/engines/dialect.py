@@ -1,16 +1,22 @@
-"""What an engine's HTTP interface looks like to rltool: pure functions from typed values to requests and back.
+"""What an engine's HTTP interface and command line look like to rltool: data, and pure functions from typed values to
+requests and back.
 
 A dialect performs no I/O and imports no engine package, so it is tested without a network. `client.py` does the I/O for
-all.
+all. It has one to four parts: every dialect Generates; Controls, Inspects and Launches are there for the engines that
+rltool sends weights to, looks into, and starts. It is a class that inherits the parts it has (vllm.py, sglang.py), and
+`dialects.py` hands out the part that is asked for.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol, runtime_checkable
 
-from rltool.config.serve import EngineLaunch
-from rltool.engines.checksums import Checksums
+from rltool.config.serve import Device, EngineLaunch
+from rltool.engines.checksums import Checksums, ParameterLayout
 from rltool.engines.types import (
     Completion,
     EngineCounters,
@@ -37,14 +43,62 @@ def in_waking_order(tags: Sequence[MemoryTag]) -> list[MemoryTag]:
     return [tag for tag in MEMORY_TAGS if tag in tags]
 
 
-class Dialect(Protocol):
-    """One file per engine kind: vllm.py, sglang.py."""
+Version = tuple[int, ...]
+
+
+class Feature(StrEnum):
+    """What some of the supported versions have and others lack."""
+
+    VERSION_SPANS = "version spans"  # a reply tells which weights sampled which of its tokens
+    VERSION_OF_REPLY = "version of a reply"  # a reply names the weights that were there when it was made
+    STARTING_VERSION = "starting version"  # /server_info keeps the weight version that the server was started with
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Which versions of an engine rltool works with. oldest and newest are inclusive, and what follows the newest
+    (0.32.1, 0.5.23.post1) belongs to it. since: the first version with a feature; one that is not named is in none.
+
+    What a server shows by itself (a route that is not there answers 404) is probed, and does not stand here.
+    """
+
+    oldest: Version
+    newest: Version
+    since: Mapping[Feature, Version] = field(default_factory=dict)
+
+
+Pairing = Literal["in_turn", "side_by_side"]
+"""How a prefill and a decode engine are asked for one sample (engines/disaggregation.py). in_turn: the prefill first,
+and its reply goes into the request to the decode; each of them can also sample alone. side_by_side: both at once, and
+they find each other; neither samples alone, and a router may stand in front of them."""
+
+
+@runtime_checkable
+class Generates(Protocol):
+    """What every dialect has: it samples, and the server can be asked what it is."""
 
     name: str
-    temporary_in: str
-    """The variable by which a server learns where to put its sockets."""
+    """Its name in rltool.config.serve.ENGINES."""
+    label: str
+    """Its name in messages."""
+    versions: Versions
+    detected_by: tuple[str, str]
+    """(route, field): a GET that only this kind of engine, of those after it in ENGINES, answers with that field."""
+    with_plugin: str = ""
+    """Import path of the dialect of servers with rltool's plugin; "": the same."""
+    routable: bool = False
+    """It answers SGLang's /generate, so sglang-router can send it requests."""
+    pairing: Pairing | None = None
+    """None: it has no prefill and decode engines."""
+    sampling_masks: bool = False
+    """Whether it tells which tokens top_p and top_k left to choose from."""
+    replicas_share_seed: bool = False
+    """Data-parallel replicas of one server may draw the same random numbers (EngineInfo.own_seeds: not with seeds of
+    their own for each request)."""
+    health_tells_death: bool = False
+    """The server outlives what generates in it, and then answers 503 on /health (engines/liveness.py)."""
 
-    # -- generation (data plane)
+    # -- generation
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:
         """The HTTP requests that together yield request.n samples (one request where the engine can do n with
         seeds)."""
@@ -57,6 +111,17 @@ class Dialect(Protocol):
     def request_ids(self, request: GenerateRequest) -> list[str]:
         """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort`
         takes."""
+        ...
+
+    def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
+        """End exactly these requests, given by the ids of `request_ids`, at one engine; all of them may be sent side by
+        side.
+
+        An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A
+        request that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A
+        request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
+        for the end repeats the abort.
+        """
         ...
 
     # -- probing
@@ -76,25 +141,20 @@ class Dialect(Protocol):
 
     def counters(self) -> HttpRequest:
         """What the engine has counted of its own work. The reply goes to parse_counters."""
-        ...
+        return self.load()
 
-    def parse_counters(self, reply: Any) -> EngineCounters: ...
+    def parse_counters(self, reply: Any) -> EngineCounters:
+        return EngineCounters()
 
-    # -- control plane; each list is sent in order, all must answer 2xx
+
+@runtime_checkable
+class Controls(Protocol):
+    """An engine that rltool pauses, puts to sleep, and sends weights. Each list is sent in order, all must answer
+    2xx."""
+
     def pause(self, mode: PauseMode) -> list[HttpRequest]: ...
 
     def resume(self) -> list[HttpRequest]: ...
-
-    def abort(self, request_ids: Sequence[str]) -> list[HttpRequest]:
-        """End exactly these requests, given by the ids of `request_ids`, at one engine; all of them may be sent side by
-        side.
-
-        An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A
-        request that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A
-        request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
-        for the end repeats the abort.
-        """
-        ...
 
     def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
         """Abort what runs, hold back what comes, and free the GPU memory of `tags`.
@@ -122,13 +182,27 @@ class Dialect(Protocol):
         whatever the transport was. Neither need be there. The other steps of a transfer are in rltool.weights."""
         ...
 
-    # -- inspection
+
+@runtime_checkable
+class Inspects(Protocol):
+    """What an engine tells of the weights that it holds, and of texts that it is given."""
+
+    digests_by_device: bool = False
+    """Equal parameters have other digests on a GPU than on a CPU."""
+
     def checksums(self) -> HttpRequest:
         """Digests of the parameters that the engine holds. A version that has none answers 404, which is tolerated."""
         ...
 
     def parse_checksums(self, reply: Any) -> Checksums | None:
         """None where the engine has none."""
+        ...
+
+    def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
+        """How this engine keeps its parameters, for digests that are worked out beside it; or why they say nothing.
+
+        ranks: over which its checksums are; fallback_dtype: of an engine that does not tell its own.
+        """
         ...
 
     def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
@@ -144,7 +218,7 @@ class Dialect(Protocol):
         """As parse_score, with the most probable tokens."""
         ...
 
-    # -- classification, of engines that were started for it
+    # -- classification, of engines that were started for it (task = classify)
     def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
         """Ask for the scores of a text, one for each label. use_activation: the model's sigmoid or softmax behind its
         head. The reply goes to parse_classify. Raises UsageError for what this kind of engine cannot do."""
@@ -154,7 +228,78 @@ class Dialect(Protocol):
         """In the order of the labels. Raises EngineError where one is no finite number."""
         ...
 
-    # -- launching
+
+@dataclass(frozen=True)
+class ParallelFlags:
+    """The flags of an engine's sizes, each by all of its names. within_tensor: with this flag data-parallel replicas
+    live on the ranks of the tensor-parallel group, and take no GPUs of their own."""
+
+    tensor: tuple[str, ...] = ()
+    pipeline: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    within_tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class MemoryFlags:
+    """fraction: the flag of the engine's part of a GPU's memory; None: it has none. of_free: that part is of what is
+    free when it starts, not of the whole. kv_cache: a flag with which it does not measure at its start how much is left
+    for its KV cache. sleep: flags with which it can sleep; (): it cannot. keep_weights: further flags, for a sleep that
+    keeps the weights in the host's memory."""
+
+    fraction: str | None = None
+    of_free: bool = False
+    kv_cache: str | None = None
+    sleep: tuple[str, ...] = ()
+    keep_weights: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Installation:
+    """module: what must be importable in the engine's Python. packages: the distributions of which one brings it;
+    extra: rltool's own, which installs it. note, cpu_fix, apart: as in rltool.doctor.Need, where {newest} in apart is
+    the newest version that rltool knows. loads_rltool: it loads rltool's plugin, which must be of this version
+    there."""
+
+    module: str
+    packages: tuple[str, ...]
+    extra: str = ""
+    note: str = ""
+    cpu_fix: str = ""
+    apart: tuple[str, str] | None = None
+    loads_rltool: bool = False
+
+
+@runtime_checkable
+class Launches(Protocol):
+    """An engine that rltool starts."""
+
+    temporary_in: str
+    """The variable by which a server learns where to put its sockets."""
+    worker_title: str = ""
+    """How it titles the processes that generate (setproctitle), from its beginning; "": as any other."""
+    installation: Installation
+    parallel: ParallelFlags = ParallelFlags()
+    memory: MemoryFlags = MemoryFlags()
+    tokenizer_flags: tuple[str, ...] = ()
+    """Beginnings of flags with which the tokenizer is elsewhere than in the model's directory, or not wanted."""
+    biased_heads: tuple[str, ...] = ()
+    """Classifiers, by architecture, whose head it gives a bias that their checkpoints may lack."""
+
     def argv(self, launch: EngineLaunch) -> list[str]: ...
 
     def environment(self, launch: EngineLaunch) -> dict[str, str]: ...
+
+    def max_logprobs(self, flags: Sequence[str]) -> float:
+        """How many tokens a server with these flags gives the log-probabilities of in one place; inf: all. Raises
+        UsageError for a value that is no number."""
+        return math.inf
+
+    def no_routed_experts(self, device: Device) -> str | None:
+        """Why it cannot return the experts that its router chose, on this device; None: it can."""
+        return "it has no such flag; use another engine"
+
+    def too_long(self, launch: EngineLaunch, model_config: Mapping[str, Any]) -> str | None:
+        """Why it will refuse launch.max_model_len, by the model's config.json; None where it will not, or cannot be
+        known to."""
+        return None

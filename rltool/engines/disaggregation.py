@@ -21,9 +21,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialect import Pairing
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet import Fleet, Member
 from rltool.engines.fleet_state import State
 from rltool.engines.replies import making_sense_of
 from rltool.engines.types import HALVES, SEED_MODULUS, Completion, GenerateRequest, HttpRequest
@@ -51,17 +52,17 @@ class CacheOutdated(EngineError):
     """A weight sync began meanwhile: the cache is, or may be, of other weights than those that sampled."""
 
 
-def pairs(fleet: Fleet, endpoints: Mapping[str, EngineEndpoint]) -> dict[str, list[str]]:
+def pairs(fleet: Fleet) -> dict[str, list[str]]:
     """URLs of the engines that may sample now, each with those that may prefill for it: [] where each does both.
 
     A KV cache is of the weights that filled it, and a sync reaches engines one after the other: both have the same.
     """
-    serving = fleet.serving()
-    if all(engine.role != "prefill" for engine in endpoints.values()):
-        return {url: [] for url in serving}
-    version = {url: fleet.member(url).version for url in serving}
-    first = [url for url in serving if endpoints[url].role == "prefill"]
-    alike = {url: [p for p in first if version[p] == version[url]] for url in serving if url not in first}
+    members = fleet.members()
+    serving = fleet.members(State.READY)
+    if all(m.endpoint.role != "prefill" for m in members):
+        return {m.url: [] for m in serving}
+    first = [m for m in serving if m.endpoint.role == "prefill"]
+    alike = {m.url: [p.url for p in first if p.version == m.version] for m in serving if m not in first}
     return {url: found for url, found in alike.items() if found}
 
 
@@ -77,7 +78,7 @@ async def generate(
     """
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
-        if decode.dialect == "sglang":
+        if _pairing_of(decode) == "side_by_side":
             return _side_by_side(client, prefill, decode, one, timeout, version)
         return _in_turn(client, prefill, decode, one, timeout, may_decode)
 
@@ -85,20 +86,19 @@ async def generate(
 
 
 async def generate_at(
-    client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], url: str, request: GenerateRequest, *,
-    timeout: float, attempts: int | None = None,
+    client: EngineClient, fleet: Fleet, engine: Member, request: GenerateRequest, *, timeout: float,
+    attempts: int | None = None,
 ) -> list[Completion]:  # fmt: skip
     """request.n completions of one engine of the fleet, with one of its counterparts where it does not sample alone:
     one that holds the same weights. Raises as EngineClient.generate does; EngineError where no such one is there."""
-    endpoint = endpoints[url]
+    endpoint = engine.endpoint
     if samples_alone(endpoint):
         return await client.generate(endpoint, request, timeout=timeout, attempts=attempts)
     [wanted] = HALVES - {endpoint.role}
-    version = fleet.member(url).version
-    there = {m.url for m in fleet.members() if m.state in (State.READY, State.PAUSED) and m.version == version}
-    other = next((e for e in endpoints.values() if e.role == wanted and e.url in there), None)
+    there = [m for m in fleet.members(State.READY, State.PAUSED) if m.version == engine.version]
+    other = next((m.endpoint for m in there if m.endpoint.role == wanted), None)
     if other is None:
-        raise EngineError(f"{url} samples only together with a {wanted} engine, and none holds the same weights")
+        raise EngineError(f"{engine.url} samples only together with a {wanted} engine, and none holds the same weights")
     prefill, decode = (endpoint, other) if endpoint.role == "prefill" else (other, endpoint)
     # Both may be checked at once, each with the other: SGLang takes no id twice.
     return await generate(client, prefill, decode, request.again(), timeout=timeout)
@@ -109,13 +109,17 @@ async def generate_from_nothing(
 ) -> None:
     """Ask an engine that does not sample alone, once: it answers, and what it says means nothing. Raises as
     EngineClient.generate does."""
-    for http in dialect("sglang").generate(request):
+    for http in dialect(endpoint.dialect or "").generate(request):
         await _once(client, endpoint, _meeting(http, NOWHERE, endpoint.bootstrap_port), timeout)
 
 
 def samples_alone(endpoint: EngineEndpoint) -> bool:
-    """vLLM's engines all do, whatever their role."""
-    return endpoint.dialect != "sglang" or endpoint.role not in HALVES
+    """Those that are asked in turn all do, whatever their role."""
+    return endpoint.role not in HALVES or _pairing_of(endpoint) != "side_by_side"
+
+
+def _pairing_of(endpoint: EngineEndpoint) -> Pairing | None:
+    return None if endpoint.dialect is None else dialect(endpoint.dialect).pairing
 
 
 def one_by_one(request: GenerateRequest) -> list[GenerateRequest]:
@@ -152,7 +156,7 @@ async def _in_turn(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
     may_decode: Callable[[], bool],
 ) -> Completion:  # fmt: skip
-    speaks = dialect("vllm", plugin=bool(decode.plugin))
+    speaks = dialect(decode.dialect or "", plugin=bool(decode.plugin))
     loop = asyncio.get_running_loop()
     ends = loop.time() + timeout
     [second] = speaks.generate(request)
@@ -191,7 +195,7 @@ async def _side_by_side(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
     version: str | None,
 ) -> Completion:  # fmt: skip
-    speaks = dialect("sglang")
+    speaks = dialect(decode.dialect or "")
     [both] = speaks.generate(request)
     both = _meeting(both, urlsplit(prefill.url).hostname, prefill.bootstrap_port)
     _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from rltool.config.base import Config
 from rltool.config.serve import EngineKind
+from rltool.engines.dialects import ROUTER
 from rltool.engines.types import EngineInfo, EngineRole
 from rltool.errors import EngineError, UsageError
 from rltool.processes.files import write_text_atomic
@@ -101,8 +102,8 @@ class ModelEndpoints(Config):
         if self.data_url is None:
             return None
         key_file = next((engine.key_file for engine in self.engines if engine.key_file), None)
-        plugin = bool(self.engines) and all(engine.dialect == "vllm" and engine.plugin for engine in self.engines)
-        return EngineEndpoint(url=self.data_url, dialect="sglang", plugin=plugin, key_file=key_file)
+        plugin = bool(self.engines) and all(engine.plugin for engine in self.engines)
+        return EngineEndpoint(url=self.data_url, dialect=ROUTER, plugin=plugin, key_file=key_file)
 
 
 class Endpoints(Config):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import launches
 from rltool.engines.engine_ready import process_role
 from rltool.engines.plan import url_of
 from rltool.processes.spawn import ProcessSpec
@@ -11,7 +11,7 @@ from rltool.processes.spawn import ProcessSpec
 
 def engine_spec(launch: EngineLaunch) -> ProcessSpec:
     """Argv and environment by the engine's dialect; the address of the part that serves alone."""
-    speaks = dialect(launch.engine)
+    speaks = launches(launch.engine)
     return ProcessSpec(
         role=process_role(launch),
         argv=tuple(speaks.argv(launch)),

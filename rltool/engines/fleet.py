@@ -29,6 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet_state import (
     IN_TRANSFER_GROUP,
     QUIET,
@@ -39,6 +40,7 @@ from rltool.engines.fleet_state import (
     State,
     Transition,
 )
+from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import WeightVersion
 
 __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
@@ -55,14 +57,15 @@ class Fleet:
         self.policy = policy or FleetPolicy()
         self.version: WeightVersion | None = None
         self.membership_epoch = 0
-        self._clock = clock
+        self.clock = clock
         self._members: dict[str, Member] = {}
         self._transitions: list[Transition] = []
 
     # -- decisions
 
-    def members(self) -> tuple[Member, ...]:
-        return tuple(self._members.values())
+    def members(self, *states: State) -> tuple[Member, ...]:
+        """Those in one of these states; without any all."""
+        return tuple(m for m in self._members.values() if not states or m.state in states)
 
     def member(self, url: str) -> Member:
         try:
@@ -71,15 +74,18 @@ class Fleet:
             known = ", ".join(self._members) or "none"
             raise IllegalTransition(f"{url} is not an engine of this fleet (known: {known})") from None
 
+    def find(self, url: str) -> Member | None:
+        """None: it is no engine of this fleet, or no longer."""
+        return self._members.get(url)
+
     def serving(self) -> tuple[str, ...]:
         """Engines that may be given generation requests."""
-        return self._in(State.READY)
+        return tuple(m.url for m in self.members(State.READY))
 
     def syncable(self) -> tuple[str, ...]:
         """Engines that take weights and can be paused for a sync now: the members of the next transfer group. Those
         that are asleep wake up in it."""
-        free = (State.READY, State.STALE, State.ASLEEP)
-        return tuple(m.url for m in self.members() if m.takes_weights and m.state in free)
+        return tuple(m.url for m in self.members(State.READY, State.STALE, State.ASLEEP) if m.takes_weights)
 
     def to_probe(self) -> tuple[str, ...]:
         """Engines to be probed every `probe_seconds`. The paused, the sleeping and the leaving are left alone."""
@@ -91,7 +97,7 @@ class Fleet:
 
         The owner sends it and reports the outcome. Handing one out starts its `canary_seconds`.
         """
-        now = self._clock()
+        now = self.clock()
         due = [m for m in self.members() if self._canary_is_due(m, now)]
         for member in due:
             self._update(member, last_canary_at=now, canary_wanted=False)
@@ -104,13 +110,19 @@ class Fleet:
 
     # -- commands: membership
 
-    def add(self, url: str, *, takes_weights: bool = True) -> None:
+    def add(self, endpoint: EngineEndpoint, info: EngineInfo, *, takes_weights: bool = True) -> None:
         """-> STARTING. `takes_weights` False: a judge or frozen reference, which is never PAUSED and never STALE."""
+        url = endpoint.url
         if url in self._members:
             raise IllegalTransition(f"{url} is in the fleet already; one URL is one engine")
-        now = self._clock()
-        self._members[url] = Member(url, takes_weights, State.STARTING, now, "added")
+        now = self.clock()
+        self._members[url] = Member(endpoint.probed(info), info, takes_weights, State.STARTING, now, "added")
         self._transitions.append(Transition(now, url, None, State.STARTING, "added"))
+
+    def add_probed(self, endpoint: EngineEndpoint, info: EngineInfo, *, takes_weights: bool = True) -> None:
+        """`add`, of an engine that has just given `info` in answer to a probe: -> STARTING -> READY or STALE."""
+        self.add(endpoint, info, takes_weights=takes_weights)
+        self.probe_succeeded(endpoint.url, info, sent_at=self.member(endpoint.url).since)
 
     def drain(self, url: str, reason: str) -> None:
         """READY, STALE or SUSPECT -> DRAINING. A PAUSED engine is resumed first, for its requests are frozen."""
@@ -123,7 +135,7 @@ class Fleet:
         del self._members[url]
         if self._in_group(member):
             self.membership_epoch += 1
-        self._transitions.append(Transition(self._clock(), url, member.state, None, reason))
+        self._transitions.append(Transition(self.clock(), url, member.state, None, reason))
 
     def restarted(self, url: str) -> None:
         """DEAD -> STARTING: the owner has launched a new process at this URL. (An external engine revives by
@@ -186,8 +198,8 @@ class Fleet:
         if self.version not in (None, version) and not version.follows(self.version):
             raise IllegalTransition(f"the fleet is at {self.version}; {version} is not a later version of the same run")
         self.version = version
-        for member in self.members():
-            if member.state is State.READY and not self._is_current(member):
+        for member in self.members(State.READY):
+            if not self._is_current(member):
                 self._move(member.url, State.STALE, f"missed the sync to {version}")
 
     def resume(self, url: str) -> None:
@@ -200,19 +212,19 @@ class Fleet:
 
     # -- facts
 
-    def probe_succeeded(
-        self, url: str, *, sent_at: float, boot_id: str | None = None, version: str | None = None
-    ) -> None:
-        """The engine answered. boot_id and version are what it says of itself, None where its kind does not tell."""
+    def probe_succeeded(self, url: str, info: EngineInfo, *, sent_at: float) -> None:
+        """The engine answered. Its boot id and version in `info` are None where its kind has none."""
         member = self._observable(url, sent_at)
         if member is None:
             return
+        boot_id = info.boot_id
+        member = self._update(member, info=info, endpoint=member.endpoint.probed(info))
         if member.state in QUIET:
             # In the middle of an update its version is no news, but a new process has lost whatever it was sent.
             if boot_id is not None:
                 self._update(self._check_identity(member, boot_id, None), boot_id=boot_id)
             return
-        member = self._check_identity(member, boot_id, version)
+        member = self._check_identity(member, boot_id, info.weight_version)
         member = self._update(member, probe_failures=0, boot_id=boot_id)
         if member.state is State.STARTING:
             self._rejoin(member, "answered its first probe")
@@ -248,7 +260,7 @@ class Fleet:
             incidents=0,
             last_incident_at=None,
             canary_wanted=False,
-            last_success_at=self._clock(),
+            last_success_at=self.clock(),
         )
         if member.state in (State.SUSPECT, State.DEAD) and member.probe_failures == 0:
             self._rejoin(member, "a canary request succeeded")
@@ -265,14 +277,13 @@ class Fleet:
             return
         if member.last_incident_at is not None and sent_at <= member.last_incident_at:
             return
-        member = self._update(member, incidents=member.incidents + 1, last_incident_at=self._clock())
+        member = self._update(member, incidents=member.incidents + 1, last_incident_at=self.clock())
         self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
 
     def request_lost(self) -> None:
         """A request failed behind a router, which does not say where: every serving engine must show that it works."""
-        for member in self.members():
-            if member.state is State.READY:
-                self._update(member, canary_wanted=True)
+        for member in self.members(State.READY):
+            self._update(member, canary_wanted=True)
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
         """A completion bore a version that this engine should not have.
@@ -292,7 +303,7 @@ class Fleet:
 
     def tick(self) -> None:
         """Time has passed. Call it as often as engines are probed."""
-        now = self._clock()
+        now = self.clock()
         for member in self.members():
             waited = now - member.since
             if member.state is State.STARTING and waited > self.policy.start_seconds:
@@ -303,9 +314,6 @@ class Fleet:
                 self._abandon_pause(member, f"still paused after {self.policy.pause_seconds:g} s: its sync never ended")
 
     # -- the rest is private
-
-    def _in(self, state: State) -> tuple[str, ...]:
-        return tuple(m.url for m in self.members() if m.state is state)
 
     def _is_current(self, member: Member) -> bool:
         return not member.takes_weights or (self.version is not None and member.version == self.version)
@@ -393,7 +401,7 @@ class Fleet:
             raise IllegalTransition(
                 f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})"
             )
-        now = self._clock()
+        now = self.clock()
         after = self._update(before, state=state, since=now, reason=reason, **changes)
         if self._in_group(before) != self._in_group(after):
             self.membership_epoch += 1

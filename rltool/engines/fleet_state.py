@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import WeightVersion
 
 
@@ -86,9 +88,13 @@ class FleetPolicy:
 
 @dataclass(frozen=True)
 class Member:
-    """What the fleet knows of one engine. A snapshot: transitions replace it."""
+    """What the fleet knows of one engine. A snapshot: transitions and probes replace it, so code that awaits keeps the
+    endpoint that it began with, also when the engine leaves meanwhile."""
 
-    url: str
+    endpoint: EngineEndpoint
+    """Where it is, with what its last probe found: its dialect is known."""
+    info: EngineInfo
+    """What its last probe found."""
     takes_weights: bool
     state: State
     since: float
@@ -107,6 +113,10 @@ class Member:
     """When a request that it brought to its end was reported."""
     canary_wanted: bool = False
     """A request failed, and it may have been this engine's fault."""
+
+    @property
+    def url(self) -> str:
+        return self.endpoint.url
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
 """What tells whether an engine holds the weights that it should: checksums of its parameters, and log-probabilities of
 given tokens. The part of both dialects for `rltool debug weights`.
 
-Sources: vllm/entrypoints/rl/online/api_router.py, sglang/srt/utils/weight_checker.py.
+Sources: vllm/entrypoints/rl/online/api_router.py, sglang/srt/utils/weight_checker.py. For the layouts:
+QKVParallelLinear, VocabParallelEmbedding and weight_checksum.py of vLLM 0.32; the same layers,
+srt/utils/weight_checker.py, srt/layers/amx_utils.py, and tensor_hash in srt/managers/mm_utils.py of SGLang 0.5.23; the
+digests are those of 0.5.17 too.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rltool.engines.checksums import Checksums
+from rltool.engines.checksums import Checksums, ParameterLayout
+from rltool.engines.classification import SglangClassification, VllmClassification
+from rltool.engines.dialect import Inspects
 from rltool.engines.plugin import sglang_api
-from rltool.engines.types import HttpRequest, TokenScores
+from rltool.engines.types import EngineInfo, HttpRequest, TokenScores
 from rltool.errors import MissingLogprobs, UsageError
 
 MAX_LOGPROBS = 256
@@ -24,8 +29,8 @@ NO_SUCH_ROUTE = 404
 """What supported versions answer on the routes that later ones added."""
 
 
-class VllmInspection:
-    """See rltool.engines.dialect.Dialect."""
+class VllmInspection(VllmClassification, Inspects):
+    """See rltool.engines.dialect.Inspects."""
 
     def checksums(self) -> HttpRequest:
         # Since 0.32. The route also resets weights, so the plugin has one of its own that only reads (vllm_arrays.py).
@@ -33,6 +38,9 @@ class VllmInspection:
 
     def parse_checksums(self, reply: Any) -> Checksums | None:
         return None if reply == NO_SUCH_ROUTE else dict(reply["checksums"])
+
+    def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
+        return ParameterLayout(info.dtype or fallback_dtype, ranks)
 
     def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
         parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": topk, "detokenize": False}
@@ -51,8 +59,10 @@ class VllmInspection:
         return _scores(logprobs, ([(found["logprob"], int(token)) for token, found in place] for place in places), topk)
 
 
-class SglangInspection:
-    """See rltool.engines.dialect.Dialect."""
+class SglangInspection(SglangClassification, Inspects):
+    """See rltool.engines.dialect.Inspects."""
+
+    digests_by_device = True
 
     def checksums(self) -> HttpRequest:
         return HttpRequest("POST", "/weights_checker", {"action": "checksum"}, tolerate=(NO_SUCH_ROUTE,))
@@ -68,6 +78,22 @@ class SglangInspection:
             where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:tp{at['tp_rank']}"
             found |= {f"{where}:{name}": digest for name, digest in rank["checksums"].items()}
         return found
+
+    def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
+        """A server that was left to choose its dtype says so, and chooses by its model's configuration."""
+        who = f"{info.dialect} {info.engine_version}"
+        if info.dp_size > 1:
+            return f"checksums were not compared: {who} with data parallelism cuts attention in a way of its own"
+        if info.device is None:
+            return f"checksums were not compared: {who} does not tell its device, on which theirs depend"
+        if info.device not in ("cpu", "cuda"):
+            return f"checksums were not compared: {who} on {info.device} makes them in a way of its own"
+        dtype = info.dtype or sglang_auto_dtype(info.model_config)
+        if dtype is None:
+            return f"checksums were not compared: {who} does not tell its dtype; start it with --dtype"
+        if info.device == "cpu" and dtype != "float32":
+            return f"checksums were not compared: {who} on a CPU may have packed matrices in {dtype} for AMX"
+        return ParameterLayout(dtype, ranks, "sha256_64" if info.device == "cpu" else "sglang_cuda")
 
     def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
         body = {
@@ -93,6 +119,15 @@ class SglangInspection:
         if len(entries) != len(token_ids):
             raise _unscored("/generate", token_ids, entries)
         return _scores(logprobs, ([(value, token) for value, token, *_ in entry] for entry in entries[1:]), topk)
+
+
+def sglang_auto_dtype(config: dict[str, Any]) -> str | None:
+    """What SGLang serves a model in when --dtype is "auto", by its config.json; None where that is not known
+    (_get_and_verify_dtype in srt/configs/model_config.py)."""
+    found = config.get("dtype") or config.get("torch_dtype")
+    if found != "float32":
+        return found
+    return "bfloat16" if str(config.get("model_type", "")).startswith("gemma") else "float16"
 
 
 def max_logprobs(flags: Sequence[str]) -> float:

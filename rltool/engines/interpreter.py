@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rltool import __version__
-from rltool.config.serve import EngineKind
+from rltool.engines.dialects import dialect, launches
 from rltool.errors import UsageError
 
 _SECONDS = 60.0
@@ -28,14 +28,13 @@ def default_engine_python() -> Path:
     return Path(sys.executable)
 
 
-def check_engine_python(python: Path, engine: EngineKind) -> None:
-    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, for vLLM, this very
-    rltool.
-
-    vLLM loads rltool's plugin and middleware, whose wire format is this version's; SGLang is served as it comes.
+def check_engine_python(python: Path, engine: str) -> None:
+    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, where that loads
+    rltool's plugin and middleware, this very rltool: their wire format is this version's.
     """
+    needed = launches(engine).installation
     # From "/" and with -P, so that nothing counts as installed because it lies in the current directory.
-    argv = [str(python.absolute()), "-P", "-c", _QUESTION, engine]
+    argv = [str(python.absolute()), "-P", "-c", _QUESTION, needed.module]
     try:
         reply = subprocess.run(argv, capture_output=True, text=True, timeout=_SECONDS, cwd="/", check=True)
     except FileNotFoundError as error:
@@ -48,13 +47,14 @@ def check_engine_python(python: Path, engine: EngineKind) -> None:
         raise UsageError(f"--engine-python {python}: it cannot be run: {error}") from error
     found = json.loads(reply.stdout.strip().splitlines()[-1])
     if not found["engine"]:
+        wanted = f"'rltool[{needed.extra}]=={__version__}'" if needed.extra else needed.packages[0]
         raise UsageError(
-            f"{python} has no package {engine!r}: {python} -m pip install 'rltool[{engine}]=={__version__}', "
+            f"{python} has no package {needed.module!r}: {python} -m pip install {wanted}, "
             "or name an environment that has it with --engine-python"
         )
-    if engine == "vllm" and found["rltool"] != __version__:
+    if needed.loads_rltool and found["rltool"] != __version__:
         has = f"rltool {found['rltool']}" if found["rltool"] else "no rltool"
         raise UsageError(
-            f"{python} has {has}, vLLM needs {__version__} there for its plugin: "
+            f"{python} has {has}, {dialect(engine).label} needs {__version__} there for its plugin: "
             f"{python} -m pip install rltool=={__version__}"
         )

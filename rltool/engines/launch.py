@@ -16,7 +16,8 @@ from pathlib import Path
 
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
-from rltool.engines.classification import check_sglang_head
+from rltool.engines.classification import check_head
+from rltool.engines.dialects import launches as dialect_of
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
 from rltool.engines.engine_process import engine_spec
 from rltool.engines.engine_ready import wait_for_all
@@ -92,7 +93,7 @@ def order_of_file(config: TrainConfig) -> Order:
         if model.path is not None
     }
     engines = config.engines
-    return Order(groups, models, RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget))
+    return Order(groups, models, RestartPolicy(engines.max_restarts, engines.restart_backoff))
 
 
 # -- the command line
@@ -181,44 +182,20 @@ def check_processes(launches: Sequence[EngineLaunch]) -> None:
     for model in dict.fromkeys(launch.model for launch in loaded):  # "dummy" needs no weights
         check_weights(model)
     for launch in loaded:
-        check_sglang_head(launch)
-        if not any(flag.startswith(TOKENIZER_FLAGS) for flag in launch.extra_args):
+        check_head(launch)
+        if not any(flag.startswith(dialect_of(launch.engine).tokenizer_flags) for flag in launch.extra_args):
             check_tokenizer_files(launch.model)
     for launch in {(launch.python, launch.engine): launch for launch in launches}.values():
         check_engine_python(launch.python, launch.engine)
 
 
-TOKENIZER_FLAGS = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
-"""Of vLLM and SGLang (--tokenizer-path): with one of these the tokenizer is elsewhere, or not wanted."""
-LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
-"""Of vLLM: with one of these the longest sequence may be another than that of config.json."""
-
-
 def too_long(launch: EngineLaunch) -> str | None:
-    """Why vLLM will refuse this engine's --max-model-len; None where it will not, or cannot be known to.
-
-    It goes by max_position_embeddings (vllm/config/model.py, _get_and_verify_max_len), which a scaled RoPE multiplies:
-    of such models nothing is said. SGLang serves it with a warning.
-    """
-    overridden = any(flag.startswith(LENGTH_FLAGS) for flag in launch.extra_args)
-    if launch.engine != "vllm" or launch.max_model_len is None or overridden:
-        return None
+    """Why the engine will refuse its max_model_len; None where it will not, or cannot be known to."""
     try:
         config = json.loads((launch.model / "config.json").read_text())
     except (OSError, ValueError):
         return None
-    text = config.get("text_config")
-    config = text if isinstance(text, dict) else config
-    longest = config.get("max_position_embeddings")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
-    is_scaled = any("factor" in kind for kind in kinds)
-    if not isinstance(longest, int) or launch.max_model_len <= longest or is_scaled:
-        return None
-    return (
-        f"--max-model-len {launch.max_model_len}: {launch.model} has max_position_embeddings = {longest}, and vLLM "
-        "starts with no more, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 or a scaled RoPE (-- --hf-overrides) says so"
-    )
+    return dialect_of(launch.engine).too_long(launch, config)
 
 
 def check_order(order: Order, *, root: Path | None = None) -> None:
@@ -282,7 +259,7 @@ def _planned(order: Order, run: RunDirectory, *, first: int) -> Iterator[tuple[E
 
 def dry_run(order: Order, run: RunDirectory) -> tuple[EnginePlan, list[str]]:
     """The plan that launch_engines would carry out, and warnings: of GPUs that this host lacks or that are taken, for
-    the plan may be meant for another one, and of lengths that vLLM will not serve. Starts and writes nothing.
+    the plan may be meant for another one, and of lengths that an engine will not serve. Starts and writes nothing.
 
     UsageError for a model that is none; what else a start refuses is check_processes' to find.
     """

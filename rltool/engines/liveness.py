@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import psutil
 
+from rltool.config.serve import ENGINES
+from rltool.engines.dialect import Launches
+from rltool.engines.dialects import dialect
 from rltool.engines.sync_client import exchange
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable
 
-WORKER_TITLES = ("VLLM::", "sglang::")
-"""How the engines title the processes that generate (setproctitle); other children come and go."""
 HEALTH_INTERVAL = 2.0
 HEALTH_SECONDS = 1.0
 """No answer within it is no verdict: a server may be busy."""
@@ -98,7 +99,13 @@ def _title(process: psutil.Process) -> str | None:
         title = (process.cmdline() or [""])[0].strip()
     except psutil.Error:
         return None
-    return title if title.startswith(WORKER_TITLES) else None
+    return title if title.startswith(_worker_titles()) else None
+
+
+def _worker_titles() -> tuple[str, ...]:
+    """Of the processes that generate; other children come and go."""
+    kinds = [dialect(name) for name in ENGINES]
+    return tuple(kind.worker_title for kind in kinds if isinstance(kind, Launches) and kind.worker_title)
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -1,4 +1,4 @@
-"""How many GPUs an engine takes, from its tensor-parallel size and its own flags."""
+"""How many GPUs an engine takes, from its tensor-parallel size and its own flags. Expert parallelism shares them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltool.config.serve import EngineGroup
+from rltool.engines.dialects import launches
 from rltool.errors import UsageError
-
-PIPELINE = {"vllm": ("--pipeline-parallel-size", "-pp"), "sglang": ("--pp-size", "--pipeline-parallel-size")}
-DATA = {"vllm": ("--data-parallel-size", "-dp"), "sglang": ("--dp-size", "--data-parallel-size", "--dp")}
-TENSOR = {
-    "vllm": ("--tensor-parallel-size", "-tp"),
-    "sglang": ("--tp-size", "--tensor-parallel-size", "--tp"),
-}
-"""vllm/engine/arg_utils.py; sglang/srt/arg_groups/fields/parallel.py. Expert parallelism shares the GPUs of these."""
-DP_ATTENTION = "--enable-dp-attention"
-"""SGLang: data-parallel attention replicas live on the ranks of the tensor-parallel group."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +25,11 @@ class Sizes:
 
 def parallel_sizes(group: EngineGroup) -> Sizes:
     """Raises UsageError for a second tensor-parallel size among the flags, and for a size that is no number."""
-    kind, flags = group.engine, group.flags
-    if _size(flags, TENSOR[kind]) is not None:
-        raise UsageError(f"group {group.name!r}: set tp in place of {TENSOR[kind][0]} among its flags: plans go by it")
-    data = 1 if DP_ATTENTION in flags else _size(flags, DATA[kind]) or 1
-    return Sizes(group.tp, _size(flags, PIPELINE[kind]) or 1, data)
+    names, flags = launches(group.engine).parallel, group.flags
+    if _size(flags, names.tensor) is not None:
+        raise UsageError(f"group {group.name!r}: set tp in place of {names.tensor[0]} among its flags: plans go by it")
+    data = 1 if names.within_tensor in flags else _size(flags, names.data) or 1
+    return Sizes(group.tp, _size(flags, names.pipeline) or 1, data)
 
 
 def _size(flags: Sequence[str], names: Sequence[str]) -> int | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch, Task
+from rltool.engines.dialects import dialect, launches
 from rltool.engines.interpreter import default_engine_python
 from rltool.engines.memory_flags import measures_memory, shares_memory
 from rltool.engines.parallel_flags import parallel_sizes
@@ -255,7 +256,7 @@ def _processes(
     device = device_of(group, settings.device)
     listens = [group.host or (seat.address if settings.spread else LOOPBACK) for seat in seats]
     port = group.port + slot.number if group.port else ports(seats[0].node, listens[0])
-    meets = group.role == "prefill" or (group.role == "decode" and group.engine == "vllm")
+    meets = group.role == "prefill" or (group.role == "decode" and dialect(group.engine).pairing == "in_turn")
     bootstrap = ports(seats[0].node, listens[0]) if meets else None
     meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
     model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
@@ -281,10 +282,11 @@ def _processes(
 
 
 def _check_returns_experts(group: EngineGroup, model: Model, device: Device) -> None:
-    if group.engine == "vllm" and device == "cpu":
+    why = launches(group.engine).no_routed_experts(device)
+    if why is not None:
         raise UsageError(
-            f"group {group.name!r}: vLLM returns routed experts (return_routed_experts, algorithm.routing_replay) on "
-            'GPUs alone, with its Model Runner V2; use engine = "sglang" on the CPU, or leave it out'
+            f"group {group.name!r}: {dialect(group.engine).label} does not return routed experts "
+            f"(return_routed_experts, algorithm.routing_replay): {why}, or leave it out"
         )
     if group.role != "regular" or model.task != "generate":
         raise UsageError(
@@ -318,7 +320,8 @@ def url_of(launch: EngineLaunch) -> str:
 def planned_routers(groups: Sequence[EngineGroup], models: Mapping[str, Model]) -> Iterator[Router]:
     """Where one is asked for, and where prefill and decode need one."""
     for name in dict.fromkeys(group.model for group in groups if group.role != "placeholder"):
-        disaggregated = any(g.model == name and g.role == "prefill" and g.engine == "sglang" for g in groups)
+        prefill = {group.engine for group in groups if group.model == name and group.role == "prefill"}
+        disaggregated = any(dialect(kind).pairing == "side_by_side" for kind in prefill)
         if disaggregated or models[name].start_router:
             yield Router(name, disaggregated)
 
@@ -332,6 +335,12 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
                 "and a model that has them has no regular ones"
             )
         halves = [group for group in groups if group.model == name and group.role in ("prefill", "decode")]
+        for group in halves:
+            if dialect(group.engine).pairing is None:
+                raise UsageError(
+                    f"group {group.name!r}: rltool cannot prefill and decode on different engines of "
+                    f"{dialect(group.engine).label}: use regular ones"
+                )
         if len({group.engine for group in halves}) > 1:
             raise UsageError(f"model {name!r}: prefill and decode engines are all vLLM's or all SGLang's")
 

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.lease import ask_lease, leased_to_another
 from rltool.engines.types import EngineInfo, Holder
-from rltool.errors import EngineError
+from rltool.errors import EngineError, UsageError
 
 TRANSFER_GROUP = "rltool-weights"
 """The name under which every rltool trainer joins engines. Constant,
@@ -56,7 +56,7 @@ async def _resume(client: EngineClient, engine: EngineEndpoint, timeout: float, 
             if info.lease is not None:
                 await stack.enter_async_context(_stolen(client, known, info.lease.holder, holder, STEPS * timeout))
             return await _unpause(client, known, info, timeout)
-    except EngineError as error:
+    except (EngineError, UsageError) as error:  # UsageError: of a kind that rltool does not control
         return Resumed(engine.url, error=str(error))
 
 
@@ -72,7 +72,7 @@ async def _stolen(
 
 
 async def _unpause(client: EngineClient, engine: EngineEndpoint, info: EngineInfo, timeout: float) -> Resumed:
-    requests = dialect(info.dialect)
+    requests = controls(info.dialect)
     # The group first: a resumed engine must not wait in a collective for a trainer that is gone.
     try:
         await client.run(engine, requests.leave_transfer(TRANSFER_GROUP), timeout=timeout)

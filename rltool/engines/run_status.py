@@ -86,7 +86,7 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     alive = None if is_elsewhere(state) else is_alive(state)
     health = None if alive is not None else f"on host {state.host}"
     version: str | None = None
-    if alive and engine is not None and engine.dialect == "vllm" and says_dead(engine.url):
+    if alive and engine is not None and _tells_death(engine) and says_dead(engine.url):
         alive, health = False, f"its engine has died; what is left of the server (pid {state.pid}) answers 503"
     elif alive and engine is not None:
         health, version = _ask_engine(engine)
@@ -102,6 +102,10 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
         gpus=state.gpus,
         log=state.log,
     )
+
+
+def _tells_death(engine: EngineEndpoint) -> bool:
+    return engine.dialect is not None and dialect(engine.dialect).health_tells_death
 
 
 def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> ProcessStatus:

@@ -14,14 +14,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.config.serve import EngineLaunch
-from rltool.engines.classification import SglangClassification
-from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
+from rltool.engines.dialect import (
+    MEMORY_TAGS,
+    Controls,
+    Feature,
+    Generates,
+    MemoryTag,
+    PauseMode,
+    SleepLevel,
+    Versions,
+    in_waking_order,
+)
 from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
-from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.routed_experts import from_int32
-from rltool.engines.sglang_group_flags import flags_in_its_group
-from rltool.engines.supported import Feature, has
+from rltool.engines.sglang_launch import SglangLaunching
+from rltool.engines.supported import has
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -58,26 +65,27 @@ TASKS = {True: "generate", False: "classify"}
 ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 """Names of one number in meta_info (_calculate_spec_decoding_metrics), the newest first."""
 
-CPU_KV_TOKENS = 32768
-"""Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
 
-LAUNCHER = (
-    "import os, runpy, sys, tempfile; "
-    "tempfile.tempdir = os.environ.get('RLTOOL_TEMPORARY'); "
-    "sys.argv += ['--api-key=' + open(sys.argv.pop(1)).read().strip()]; "
-    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
-)
-"""SGLang takes its key by flag only, and any user of the host can read a command line: so the flag is added inside the
-process, as one word with its value, for a key may begin like a flag. SGLang's log starts with all its arguments, the
-key among them: the log file must not be readable by others (0600). Its front end names the sockets of all its
-processes, in a temporary directory of its own; theirs is the usual one (no TMPDIR), for compilers keep caches there."""
-
-
-class SglangDialect(SglangInspection, SglangClassification):
-    """See rltool.engines.dialect.Dialect."""
+class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
+    """See rltool.engines.dialect."""
 
     name = "sglang"
-    temporary_in = "RLTOOL_TEMPORARY"
+    label = "SGLang"
+    # Probed instead: /ready (0.5.20), /begin_weight_update and /end_weight_update (0.5.21, and mandatory there).
+    versions = Versions(
+        oldest=(0, 5, 17),
+        newest=(0, 5, 23),
+        since={
+            Feature.VERSION_SPANS: (0, 5, 19),
+            Feature.VERSION_OF_REPLY: (0, 5, 17),
+            Feature.STARTING_VERSION: (0, 5, 18),
+        },
+    )
+    detected_by = ("/model_info", "model_path")
+    with_plugin = "rltool.engines.routed_vllm:RoutedVllmDialect"
+    routable = True
+    pairing = "side_by_side"
+    replicas_share_seed = True
 
     # -- generation
 
@@ -273,50 +281,6 @@ class SglangDialect(SglangInspection, SglangClassification):
             HttpRequest("POST", "/destroy_weights_update_group", {"group_name": group}, tolerate=(400, 500)),
             HttpRequest("POST", "/end_weight_update", {}, tolerate=(400, NO_SUCH_ROUTE)),
         ]
-
-    # -- launching
-
-    def argv(self, launch: EngineLaunch) -> list[str]:
-        argv = [str(launch.python), "-P", "-c", LAUNCHER, str(launch.key_file)]
-        argv += ["--model-path", str(launch.model), "--served-model-name", launch.served_name]
-        argv += ["--host", launch.host, "--port", str(launch.port), "--tp-size", str(launch.tp)]
-        argv += ["--random-seed", str(launch.seed)]  # its own: replicas with the same one return identical samples
-        argv += ["--weight-version", f"boot-{launch.boot_id}"]
-        # The warm-up is a text; a tokenizer that knows none of its characters makes it an empty batch, which kills the
-        # server.
-        argv += ["--skip-server-warmup"]
-        argv += ["--enable-metrics"]  # else it has no /metrics
-        if launch.task == "classify":
-            argv += ["--is-embedding"]
-        if launch.return_routed_experts:
-            argv += [ROUTED_EXPERTS_FLAG]
-        dtype = launch.dtype
-        if launch.device == "cpu":
-            dtype = dtype or "float32"
-            argv += ["--device", "cpu", "--attention-backend", "torch_native"]
-            argv += ["--disable-cuda-graph", "--disable-overlap-schedule"]
-            argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
-            argv += ["--sleep-on-idle"]  # its scheduler otherwise polls, and takes half a core from the trainer
-        if dtype is not None:
-            argv += ["--dtype", dtype]
-        if launch.max_model_len is not None:
-            argv += ["--context-length", str(launch.max_model_len)]
-        if launch.trust_remote_code:
-            argv += ["--trust-remote-code"]
-        return [*argv, *flags_in_its_group(launch), *launch.extra_args]
-
-    def environment(self, launch: EngineLaunch) -> dict[str, str]:
-        environment = {
-            # Otherwise /health, which routers ask, is a generation that fails while we pause the engine.
-            "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-            "HF_HUB_OFFLINE": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
-        }
-        if launch.device == "cpu":
-            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-            if launch.world_size > 1:  # one core for each: else it wants a NUMA node for each
-                environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.world_size)))
-        return environment
 
 
 def parse_reply(reply: Any) -> Completion:

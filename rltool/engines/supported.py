@@ -1,46 +1,18 @@
-"""Which versions of vLLM and SGLang rltool works with, and what differs between them: one table. Pure.
+"""Which versions of an engine rltool works with, and what differs between them, by the `versions` of its dialect. Pure.
 
-Read in the sources of the released packages; vLLM 0.32 and SGLang 0.5.23 are the ones that the tests run for real. What
-a server shows by itself (a route that is not there answers 404) is probed, and does not stand here.
+Those were read in the sources of the released packages; vLLM 0.32 and SGLang 0.5.23 are the ones that the tests run for
+real.
 """
 
 from __future__ import annotations
 
 import re
-from enum import StrEnum
 from typing import Literal
 
-from rltool.engines.dialect import PauseMode
+from rltool.engines.dialect import Feature, PauseMode, Version
+from rltool.engines.dialects import dialect
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import HALVES, EngineRole
-
-Version = tuple[int, ...]
-
-OLDEST: dict[str, Version] = {"vllm": (0, 29), "sglang": (0, 5, 17)}
-NEWEST: dict[str, Version] = {"vllm": (0, 32), "sglang": (0, 5, 23)}
-"""Inclusive; what follows (0.32.1, 0.5.23.post1) belongs to it."""
-NAMES: dict[str, str] = {"vllm": "vLLM", "sglang": "SGLang"}
-
-
-class Feature(StrEnum):
-    """What some of the supported versions have and others lack."""
-
-    VERSION_SPANS = "version spans"  # a reply tells which weights sampled which of its tokens
-    VERSION_OF_REPLY = "version of a reply"  # a reply names the weights that were there when it was made
-    STARTING_VERSION = "starting version"  # /server_info keeps the weight version that the server was started with
-
-
-SINCE: dict[tuple[str, Feature], Version] = {
-    ("vllm", Feature.VERSION_SPANS): (0, 32),
-    ("vllm", Feature.VERSION_OF_REPLY): (0, 32),
-    ("sglang", Feature.VERSION_SPANS): (0, 5, 19),
-    ("sglang", Feature.VERSION_OF_REPLY): (0, 5, 17),
-    ("sglang", Feature.STARTING_VERSION): (0, 5, 18),
-}
-"""The first version that has it; an engine that is not named has it in none.
-
-Probed instead: SGLang's /ready (0.5.20), and its /begin_weight_update and /end_weight_update (0.5.21, and mandatory
-there)."""
 
 
 def parse(version: str) -> Version | None:
@@ -51,18 +23,19 @@ def parse(version: str) -> Version | None:
 
 def has(kind: str, version: str, feature: Feature) -> bool:
     """Whether an engine of this version has it. A version that cannot be read is taken for a new one."""
-    since, found = SINCE.get((kind, feature)), parse(version)
+    since, found = dialect(kind).versions.since.get(feature), parse(version)
     return since is not None and (found is None or found >= since)
 
 
 def newest(kind: str) -> str:
     """The newest version that rltool knows, as text."""
-    return _text(NEWEST[kind])
+    return _text(dialect(kind).versions.newest)
 
 
 def refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
     """Why rltool does not work with this version, None if it does. newer: those after the newest known are taken."""
-    name, oldest, newest, found = NAMES[kind], OLDEST[kind], NEWEST[kind], parse(version)
+    name, versions, found = dialect(kind).label, dialect(kind).versions, parse(version)
+    oldest, newest = versions.oldest, versions.newest
     known = f"rltool knows {name} {_text(oldest)} to {_text(newest)}"
     if found is not None and found < oldest:
         return f"is {name} {version}, which is too old: {known}"
@@ -86,18 +59,20 @@ def plugin_refusal(protocol: int | None) -> str | None:
 def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:
     """Why an engine of this version cannot be trained against with weights.pause_mode, though it generates; None if it
     can."""
-    name = NAMES[kind]
+    name, since = dialect(kind).label, dialect(kind).versions.since
     if not has(kind, version, Feature.VERSION_OF_REPLY):
-        since = _text(SINCE[kind, Feature.VERSION_OF_REPLY])
+        better = since.get(Feature.VERSION_OF_REPLY)
+        install = f": install {name} {_text(better)}" if better else ""
         return (
             f"is {name} {version}, which does not tell the weight version of what it sampled, so it cannot be trained "
-            f"against: install {name} {since} (as it is, it serves `debug rollout-only`)"
+            f"against{install} (as it is, it serves `debug rollout-only`)"
         )
     if not has(kind, version, Feature.VERSION_SPANS) and pause_mode not in ("auto", "abort"):
-        since = _text(SINCE[kind, Feature.VERSION_SPANS])
+        better = since.get(Feature.VERSION_SPANS)
+        every = f" ({_text(better)} tells it for every token)" if better else ""
         return (
-            f"is {name} {version}, which tells one weight version for a whole response ({since} tells it for every "
-            f'token), so none may run across a sync: set weights.pause_mode to "abort", or leave it at "auto"'
+            f"is {name} {version}, which tells one weight version for a whole response{every}, so none may run across "
+            'a sync: set weights.pause_mode to "abort", or leave it at "auto"'
         )
     return None
 
@@ -107,7 +82,7 @@ def why_abort(kind: str, version: str, role: EngineRole) -> str | None:
     if role in HALVES:
         return "prefill and decode engines would use a KV cache of old weights"
     if not has(kind, version, Feature.VERSION_SPANS):
-        return f"{NAMES[kind]} {version} gives one weight version for a whole response"
+        return f"{dialect(kind).label} {version} gives one weight version for a whole response"
     return None
 
 

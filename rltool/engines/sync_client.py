@@ -10,11 +10,11 @@ from typing import Any
 
 import requests
 
-from rltool.engines.dialects import DETECTION, NAMES, dialect
+from rltool.engines.dialects import detections, dialect, none_of_ours
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.replies import quote, read_reply, too_large
 from rltool.engines.types import CONTROL_REPLY_BYTES, EngineInfo, HttpRequest
-from rltool.errors import EngineRejected, EngineUnreachable, UsageError
+from rltool.errors import EngineRejected, EngineUnreachable
 
 
 def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> Any:
@@ -79,7 +79,7 @@ def probe(endpoint: EngineEndpoint, *, timeout: float) -> EngineInfo:
 def detect_dialect(url: str, key: str | None, *, timeout: float) -> str:
     """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
     ends = time.monotonic() + timeout
-    for name, (path, field) in DETECTION.items():
+    for name, (path, field) in detections().items():
         try:
             reply = send(url, HttpRequest("GET", path), key=key, timeout=_left(ends))
         except EngineRejected as error:
@@ -88,8 +88,7 @@ def detect_dialect(url: str, key: str | None, *, timeout: float) -> str:
             continue
         if isinstance(reply, dict) and field in reply:
             return name
-    routes = " nor ".join(path for path, _ in DETECTION.values())
-    raise UsageError(f"the server at {url} is none of: {', '.join(NAMES)} (neither {routes} answered as theirs do)")
+    raise none_of_ours(url)
 
 
 def _left(ends: float) -> float:

@@ -167,7 +167,8 @@ class Completion:
     routed_experts: of all tokens of prompt and response but the last, where the request has `routing`; None without,
     and of an aborted response: its continuation brings those of all its tokens. cached_tokens: of the prompt, those
     that the engine found in its prefix cache; drafts: of speculative decoding; None where the engine does not report
-    them for this sample alone. Raises MissingLogprobs if the two lists differ in length or a value is not finite.
+    them for this sample alone. columns: further fields of algorithms/fields.py by name, values of token_ids, token
+    after token. Raises MissingLogprobs if the two lists differ in length or a value is not finite.
     """
 
     token_ids: tuple[int, ...]
@@ -178,6 +179,23 @@ class Completion:
     routed_experts: RoutedExperts | None = None
     cached_tokens: int | None = None
     drafts: Drafts | None = None
+    columns: Mapping[str, array[Any]] = field(default_factory=dict)
+
+    def brought(self, name: str) -> Any:
+        """What it has of a field; None: nothing."""
+        return self.columns.get(name, getattr(self, name, None))
+
+    def first(self, tokens: int) -> Completion:
+        """The response up to these tokens, as one that stopped there. cached_tokens and drafts are not known of it."""
+        spans = [span for span in self.versions if span.start < tokens]
+        mask, experts, size = self.sampling_mask, self.routed_experts, len(self.token_ids)
+        return Completion(
+            self.token_ids[:tokens], self.logprobs[:tokens], "stop",
+            tuple(VersionSpan(span.version, span.start, min(span.end, tokens)) for span in spans),
+            sampling_mask=None if mask is None else mask.first(tokens),
+            routed_experts=None if experts is None else experts.without_last(size - tokens),
+            columns={name: values[: len(values) // size * tokens] for name, values in self.columns.items()},
+        )  # fmt: skip
 
     def __post_init__(self) -> None:
         if len(self.token_ids) != len(self.logprobs):

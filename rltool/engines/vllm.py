@@ -1,8 +1,8 @@
 """The vLLM dialect (0.32): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement
 learning.
 
-Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online,
-vllm/entrypoints/launchers/cli_args.py.
+Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online. The command line is in
+vllm_launch.py.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.config.serve import EngineLaunch
-from rltool.engines import classification
-from rltool.engines.dialect import MEMORY_TAGS, MemoryTag, PauseMode, SleepLevel, in_waking_order
-from rltool.engines.head_dtype import head_dtype_flags
-from rltool.engines.inspection import MAX_LOGPROBS, VllmInspection
+from rltool.engines.dialect import (
+    MEMORY_TAGS,
+    Controls,
+    Feature,
+    Generates,
+    MemoryTag,
+    PauseMode,
+    SleepLevel,
+    Versions,
+    in_waking_order,
+)
+from rltool.engines.inspection import VllmInspection
 from rltool.engines.plugin import aborts, sglang_api
-from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
-from rltool.engines.plugin.outputs import LIMIT_VARIABLE
-from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.routed_experts import from_npy
 from rltool.engines.sampling_mask import find_mask, logprobs_of
 from rltool.engines.types import (
@@ -36,6 +40,7 @@ from rltool.engines.types import (
     Tally,
     VersionSpan,
 )
+from rltool.engines.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
@@ -44,9 +49,6 @@ ABORT_PATH = aborts.ABORT_PATH
 requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""
-MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
-WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
-
 LOAD_METRICS = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 """v1/metrics/loggers.py. They are set after every step of the scheduler, so those of a paused engine stand still. Each
 of the n samples of a request counts for itself."""
@@ -56,35 +58,20 @@ PREFIX_CACHE_METRICS = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queri
 SPECULATION_METRICS = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_decode_num_draft_tokens_total")
 """v1/spec_decode/metrics.py; only there where the server speculates."""
 
-MAX_N_PER_REQUEST = 64
-"""vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
-CPU_MAX_MODEL_LEN = 2048
-"""Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small
-host."""
-CPU_BATCHED_TOKENS = 4096
-"""Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being
-cut."""
 
-CPU_BUSY_LOOP_SECONDS = "0.002"
-"""A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they
-sleep."""
-
-GPU_OUTPUT_TOKENS = "16"
-"""Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
-
-
-KV_TRANSFER = {
-    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": 6},
-}  # fmt: skip
-"""The lease, in seconds, is of a cache that nobody has fetched; it is renewed while a decode engine means to. A weight
-sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
-
-
-class VllmDialect(VllmInspection, classification.VllmClassification):
-    """See rltool.engines.dialect.Dialect."""
+class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
+    """See rltool.engines.dialect."""
 
     name = "vllm"
-    temporary_in = "VLLM_RPC_BASE_PATH"
+    label = "vLLM"
+    versions = Versions(
+        oldest=(0, 29), newest=(0, 32), since={Feature.VERSION_SPANS: (0, 32), Feature.VERSION_OF_REPLY: (0, 32)}
+    )
+    detected_by = ("/version", "version")
+    with_plugin = "rltool.engines.vllm_arrays:ArrayVllmDialect"
+    pairing = "in_turn"
+    sampling_masks = True
+    health_tells_death = True
     generate_path = GENERATE_PATH
 
     # -- generation
@@ -247,82 +234,6 @@ class VllmDialect(VllmInspection, classification.VllmClassification):
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
 
-    # -- launching
-
-    def argv(self, launch: EngineLaunch) -> list[str]:
-        # Not `vllm serve`: the CPU build's distribution has another name, and that command looks itself up by name.
-        if launch.node_rank == 0:
-            argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
-        else:  # its workers alone: the API server is on the first host. Only `vllm serve` knows --headless.
-            argv = [str(launch.python), "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model), "--headless"]
-        if launch.dist_init is not None:
-            address, _, port = launch.dist_init.rpartition(":")
-            argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
-            argv += ["--master-addr", address, "--master-port", port]
-        argv += ["--served-model-name", launch.served_name]
-        argv += ["--host", launch.host, "--port", str(launch.port)]
-        argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
-        argv += ["--disable-uvicorn-access-log", "--middleware", MIDDLEWARE]
-        argv += classification.vllm_flags(launch) if launch.task == "classify" else _generation_flags(launch)
-        if launch.role in ("prefill", "decode"):  # each can do both: a value check asks it alone
-            argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
-        dtype, max_model_len = launch.dtype, launch.max_model_len
-        if launch.device == "cpu":
-            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
-            argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
-            # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the
-            # request's random generator, and torch raises "CPU Generator does not use offset". So prompts are never
-            # cut.
-            argv += [
-                "--no-enable-chunked-prefill",
-                "--max-num-batched-tokens",
-                str(max(CPU_BATCHED_TOKENS, max_model_len)),
-            ]
-        if dtype is not None:
-            argv += ["--dtype", dtype]
-        if max_model_len is not None:
-            argv += ["--max-model-len", str(max_model_len)]
-        if launch.trust_remote_code:
-            argv += ["--trust-remote-code"]
-        return [*argv, *launch.extra_args]
-
-    def environment(self, launch: EngineLaunch) -> dict[str, str]:
-        environment = {
-            "VLLM_SERVER_DEV_MODE": "1",  # opens the RL routes; the guard closes the others that this opens
-            "VLLM_API_KEY": "",  # an inherited one would make vLLM demand another key than the guard does
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "RLTOOL_KEY_FILE": str(launch.key_file),
-            "RLTOOL_BOOT_ID": launch.boot_id,
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
-        }
-        if launch.bootstrap_port is not None:
-            environment |= {
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(launch.bootstrap_port),
-            }
-        if launch.device == "cpu":
-            environment |= {
-                "VLLM_CPU_KVCACHE_SPACE": "1",
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                "OMP_NUM_THREADS": "1",
-            }
-            environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
-        else:
-            environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
-        return environment
-
-
-def _generation_flags(launch: EngineLaunch) -> list[str]:
-    """Of an engine that samples, and may be sent weights."""
-    # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
-    flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
-    flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
-    flags += head_dtype_flags(launch)
-    if launch.return_routed_experts:
-        flags += [ROUTED_EXPERTS_FLAG]
-    return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
-
 
 def with_routed_experts(completion: Completion, choice: Mapping[str, Any], request: GenerateRequest) -> Completion:
     """With those of its entry of `choices`, where they were asked for. EngineError where they are missing or wrong."""
@@ -432,12 +343,3 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
         "max_logprobs": model.get("max_logprobs"),
         "model_config": hf_config,
     }
-
-
-def _cpu_max_model_len(launch: EngineLaunch) -> int:
-    try:
-        config = json.loads((launch.model / "config.json").read_text())
-    except (OSError, ValueError):
-        return CPU_MAX_MODEL_LEN  # vLLM itself will say what is wrong with the model directory
-    longest = config.get("max_position_embeddings")
-    return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN

@@ -23,8 +23,10 @@ CHECKSUMS_PATH = "/rltool/checksums"
 
 
 class ArrayVllmDialect(VllmDialect):
-    """See rltool.engines.dialect.Dialect."""
+    """See rltool.engines.dialect."""
 
+    with_plugin = ""
+    routable = True
     generate_path = ARRAYS_PATH
 
     def reload(self, model: str | None) -> list[HttpRequest]:

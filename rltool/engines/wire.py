@@ -98,9 +98,9 @@ def bucket_bytes(bucket: Bucket) -> int:
     return sum(tensor_bytes(meta) for meta in bucket)
 
 
-def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
+def plan_buckets(metadata: Sequence[TensorMeta], limit: int, *, one_dtype: bool = True) -> list[Bucket]:
     """Cut the stream, in its order, into buckets of one dtype; one is closed after the tensor that makes it larger than
-    `limit` bytes.
+    `limit` bytes. one_dtype: false for files, whose tensors may differ in it.
 
     That is how vLLM cuts its packed buffers (pack_tensors in vllm/distributed/weight_transfer/packed_tensor.py), so a
     bucket is such a buffer. One dtype, so that every tensor of a bucket is aligned in it: SGLang refuses the others.
@@ -111,7 +111,7 @@ def plan_buckets(metadata: Sequence[TensorMeta], limit: int) -> list[Bucket]:
     current: list[TensorMeta] = []
     size = 0
     for meta in metadata:
-        if current and (size > limit or meta.dtype != current[0].dtype):
+        if current and (size > limit or (one_dtype and meta.dtype != current[0].dtype)):
             buckets.append(tuple(current))
             current, size = [], 0
         current.append(meta)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from rltool.chat.conversation import Message
 from rltool.chat.parsers.registry import PARSERS
 from rltool.chat.rendering import Renderer
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
 from rltool.config.train import TrainConfig
 from rltool.environments.episodes import EpisodeLimits, Episodes
-from rltool.environments.protocol import Environment, Step
+from rltool.environments.protocol import Environment
 from rltool.errors import UsageError
 from rltool.masking import masked
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
@@ -40,21 +38,7 @@ def load_environment(config: RolloutConfig) -> Callable[[], Environment] | None:
     lacking = [name for name in METHODS if not callable(getattr(example, name, None))]
     if lacking:
         raise UsageError(f"{setting} is no environment: it lacks {', '.join(lacking)} (docs/agents.md)")
-    if not config.simulate_step_seconds:
-        return lambda: cast(Environment, factory(**arguments))
-    return lambda: Slower(cast(Environment, factory(**arguments)), config.simulate_step_seconds)
-
-
-class Slower:
-    """An Environment whose steps take `seconds` longer."""
-
-    def __init__(self, environment: Environment, seconds: float) -> None:
-        self._environment, self._seconds = environment, seconds
-        self.reset, self.reward, self.close = environment.reset, environment.reward, environment.close
-
-    async def step(self, reply: Message) -> Step:
-        await asyncio.sleep(self._seconds)
-        return await self._environment.step(reply)
+    return lambda: cast(Environment, factory(**arguments))
 
 
 def load_episodes(config: TrainConfig) -> Episodes | None:

@@ -92,7 +92,7 @@ async def run_program(code: str, limits: Limits | None = None, *, network: bool 
         hidden=[os.path.realpath(path) for path in (os.path.expanduser("~"), runs_root(), os.curdir)],
     )
     process = await asyncio.create_subprocess_exec(
-        *COMMAND, json.dumps(order), cwd="/", start_new_session=True,
+        *COMMAND, cwd="/", start_new_session=True,
         env={
             "PATH": os.defpath, "HOME": "/tmp", "TMPDIR": "/tmp", "PYTHONIOENCODING": "utf-8",
             # As many threads as the host has cores would be over the limit.
@@ -102,7 +102,9 @@ async def run_program(code: str, limits: Limits | None = None, *, network: bool 
     )  # fmt: skip
     try:
         async with asyncio.timeout(limits.seconds + LATE_SECONDS):
-            said, complaint = await process.communicate(code.encode("utf-8", "surrogateescape"))
+            said, complaint = await process.communicate(
+                json.dumps(order).encode() + b"\n" + code.encode("utf-8", "surrogateescape")
+            )
         if process.returncode == -signal.SIGKILL:  # by a host that is out of memory, for example
             return Ran("", None, "memory", False, ())
     except TimeoutError:
@@ -135,8 +137,12 @@ def _ran(report: Report, output: bytes, limits: Limits) -> Ran:
 
 
 def walls_of_this_host() -> tuple[str, ...]:
-    """How they are built here: a program is run behind them. UsageError where this host does not allow one."""
-    return asyncio.run(run_program("pass", Limits(seconds=60.0))).walls
+    """How they are built here: a program is run behind them. UsageError where this host does not allow one, or ends
+    what builds them."""
+    ran = asyncio.run(run_program("pass", Limits(seconds=60.0)))
+    if ran.exit_code != 0:
+        raise UsageError(f"the Python sandbox could not run an empty program on this host: {told(ran)}")
+    return ran.walls
 
 
 async def python(code: str) -> str:

@@ -1,8 +1,9 @@
 """The supervisor of a sandbox: it builds the walls, runs the program behind them, counts, and ends it. Started by path,
 alone: it imports no rltool, and its interpreter is the one that the program runs in.
 
-argv: JSON, see `Order`. The program comes on stdin. On stdout goes one line of JSON, see `Report`, and then what the
-program wrote. Three processes, each the parent of the next:
+On stdin comes one line of JSON, see `Order`, then the program. (Not in argv: the program can read the command line of
+its PID 1.) On stdout goes one line of JSON, see `Report`, and then what the program wrote. Three processes, each the
+parent of the next:
 
   supervisor  outside; it alone has our caller's pipes, so its end is the end of them. Dies with our caller.
   PID 1       of a process namespace: with it the kernel ends every process in there, whatever it has done to itself.
@@ -13,7 +14,8 @@ program wrote. Three processes, each the parent of the next:
 Limits of the group are of two kinds. The kernel's: processes (RLIMIT_NPROC, where it counts for the sandbox alone),
 memory of each process (RLIMIT_DATA), files (the size of their tmpfs). And counting, everywhere: the supervisor reads
 the processes' tasks and memory every hundredth of a second and ends the namespace when they are too many. Memory that
-no process would show (memfd, System V, shared anonymous mappings) is refused by a seccomp filter. No cgroups: few
+no process would show (memfd, System V, shared anonymous mappings) is refused by a seccomp filter; buffers of sockets
+keep their default size and are counted by the number of sockets. No cgroups: few
 hosts let one make them (containers mount them read-only, users have none delegated), and a killed supervisor would
 leave its directory behind.
 """
@@ -48,7 +50,8 @@ CONFIGURATION = (
     "/etc/mime.types", "/etc/nsswitch.conf", "/etc/ssl/certs", "/etc/pki/tls/certs", "/etc/pki/ca-trust", "/etc/fonts",
 )  # fmt: skip
 OF_THE_NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/host.conf", "/etc/gai.conf", "/etc/services")
-OF_THE_INTERPRETER = ("bin", "lib", "lib64", "share", "pyvenv.cfg")
+OF_THE_INTERPRETER = ("bin", "lib", "lib64", "pyvenv.cfg")
+"""Without share: below ~/.local it holds keyrings and tokens."""
 DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 """Without /dev/zero: a shared mapping of it is memory that no process shows."""
 HOST = "/.host"
@@ -70,6 +73,8 @@ MEMORY = ("RssAnon", "VmSwap", "HugetlbPages")
 """Of /proc/PID/status. What is mapped of files is the host's, or lies in the tmpfs."""
 SHARES = ("Pss:", "SwapPss:", "Private_Hugetlb:")
 """Of /proc/PID/smaps_rollup."""
+SOCKET_BYTES = 212992
+"""What a socket may hold (net.core.wmem_default of most kernels), which no process shows as its memory."""
 
 INTERVAL = 0.01
 """Seconds between two counts, or four times what one takes: in 10 ms a process gets some tens of MiB."""
@@ -112,6 +117,7 @@ class Machine(NamedTuple):
     clone: int
     mmap: int
     socket: int
+    setsockopt: int
     refused: tuple[int, ...]
     """memfd_create, shmget, semget, msgget: memory that no process shows. unshare, setns: other namespaces. add_key,
     request_key, keyctl: keys of the user. ptrace, process_vm_readv, process_vm_writev, open_by_handle_at,
@@ -120,10 +126,16 @@ class Machine(NamedTuple):
 
 MACHINES = {
     "x86_64": Machine(
-        0xC000003E, 155, 56, 9, 41, (319, 29, 64, 68, 272, 308, 248, 249, 250, 101, 310, 311, 304, 298, 321, 323)
+        0xC000003E, 155, 56, 9, 41, 54, (319, 29, 64, 68, 272, 308, 248, 249, 250, 101, 310, 311, 304, 298, 321, 323)
     ),
     "aarch64": Machine(
-        0xC00000B7, 41, 220, 222, 198, (279, 194, 190, 186, 97, 268, 217, 218, 219, 117, 270, 271, 265, 241, 280, 282)
+        0xC00000B7,
+        41,
+        220,
+        222,
+        198,
+        208,
+        (279, 194, 190, 186, 97, 268, 217, 218, 219, 117, 270, 271, 265, 241, 280, 282),
     ),
 }
 REFUSED_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447)
@@ -131,6 +143,8 @@ REFUSED_EVERYWHERE = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 442, 447
 CLONE3 = 435
 """Its flags lie in memory, where a filter cannot look: libraries take clone() where there is none."""
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
+BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE."""
 
 
 class Fork(NamedTuple):
@@ -183,12 +197,12 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def main() -> None:
-    order: Order = json.loads(sys.argv[1])
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != order["parent"]:
-        os._exit(1)  # it died before we asked to die with it
-    program = sys.stdin.buffer.read()
+    first, _, program = sys.stdin.buffer.read().partition(b"\n")
+    order: Order = json.loads(first)
     try:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != order["parent"]:
+            os._exit(1)  # it died before we asked to die with it
         report, output = supervise(order, program)
     except OSError as error:
         report, output = Report(refused=explained(error), cut=False, walls=[]), b""
@@ -310,9 +324,10 @@ def exceeded(init: int, order: Order) -> str:
         if tasks > order["processes"]:
             return "processes"
         seen.extend(children(pid) or ())
-    if memory > order["memory_bytes"]:
+    buffers = 0 if order["network"] else SOCKET_BYTES * sockets(init)
+    if memory + buffers > order["memory_bytes"]:
         memory = sum(shares(pid) for pid in seen)
-    return "memory" if memory > order["memory_bytes"] else ""
+    return "memory" if memory + buffers > order["memory_bytes"] else ""
 
 
 def children(pid: int) -> list[int] | None:
@@ -341,6 +356,19 @@ def counts(pid: int) -> dict[str, int]:
             number = value.split()
             found[name] = int(number[0]) * (1024 if len(number) > 1 else 1)
     return found
+
+
+def sockets(init: int) -> int:
+    """How many there are in the network namespace of PID 1. 0 where it has ended."""
+    try:
+        with open(f"/proc/{init}/net/sockstat", "rb") as file:
+            return int(file.readline().split()[2])  # "sockets: used 4"
+    except (FileNotFoundError, ProcessLookupError, IndexError, ValueError):
+        return 0
+    except OSError as error:  # EINVAL: it is a zombie
+        if error.errno == errno.EINVAL:
+            return 0
+        raise
 
 
 def shares(pid: int) -> int:
@@ -602,7 +630,12 @@ def refuse_calls(machine: Machine, *, with_network: bool) -> None:
     calls += [(equal, 0, 2 + 2 * len(families), machine.socket), (load, 0, 0, argument(0))]
     for family in families:
         calls += [(equal, 0, 1, family), (end, 0, 0, allow)]
-    calls += [refused(errno.EAFNOSUPPORT), (end, 0, 0, allow)]
+    calls += [refused(errno.EAFNOSUPPORT)]
+    calls += [(equal, 0, 3 + len(BUFFER_SIZES), machine.setsockopt), (load, 0, 0, argument(1))]
+    calls += [(equal, 0, 1 + len(BUFFER_SIZES), 1), (load, 0, 0, argument(2))]  # SOL_SOCKET
+    for place, option in enumerate(BUFFER_SIZES):
+        calls += [(equal, len(BUFFER_SIZES) - place, 0, option)]
+    calls += [(end, 0, 0, allow), refused(0)]  # as if done: a kernel caps these sizes without an error too
     instructions = (Instruction * len(calls))(*calls)
     filter_ = Filter(len(calls), instructions)
     prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(filter_))

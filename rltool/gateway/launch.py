@@ -73,6 +73,7 @@ def start_gateway(
         max_model_len=_max_model_len(config, infos),
         tokenizer=_tokenizer(config, infos),
         endpoints=_data_plane(config, plan, known),
+        through_router=plan.router_url is not None,
         sessions=plan.run.sessions_dir,
         key_file=_key_file(config, plan.run),
     )

@@ -16,7 +16,8 @@ from rltool.chat.parsers.registry import PARSERS
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.client import EngineClient
-from rltool.gateway.engines import Engines
+from rltool.engines.fleet import FleetPolicy
+from rltool.gateway.fleet import POLICY, Engines, FleetView, views_on_stdin
 from rltool.gateway.parts import Parts
 from rltool.gateway.registry import Sessions
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
@@ -30,8 +31,12 @@ from rltool.terminal import write_line
 
 
 @asynccontextmanager
-async def gateway(config: GatewayConfig, parts: Parts) -> AsyncIterator[web.Application]:
-    """The gateway's application, while the block runs. Tests run it in their own loop."""
+async def gateway(
+    config: GatewayConfig, parts: Parts, views: AsyncIterator[FleetView] | None = None, *,
+    policy: FleetPolicy = POLICY,
+) -> AsyncIterator[web.Application]:  # fmt: skip
+    """The gateway's application, while the block runs. Tests run it in their own loop. views: of a run's fleet, which
+    is followed."""
     tokenizer = load_tokenizer(
         parts.tokenizer, stop_token_ids=parts.stop_token_ids, trust_remote_code=parts.trust_remote_code
     )
@@ -40,15 +45,19 @@ async def gateway(config: GatewayConfig, parts: Parts) -> AsyncIterator[web.Appl
     with ThreadPoolExecutor(1, "tokenizer") as cpu:
         renderer = Renderer(tokenizer, PARSERS[config.tool_parser], config.template_arguments)
         async with EngineClient() as client:
-            engines = Engines(client, parts.endpoints, deadline=config.turn_timeout)
+            engines = Engines(client, parts, deadline=config.turn_timeout, policy=policy)
             sessions = Sessions(
                 store,
                 max_sessions=config.max_sessions,
                 idle_timeout=config.idle_timeout,
-                on_end=engines.balance.forget,
+                on_end=engines.plane.forget,
             )
             turns = Turns(config, model, renderer=renderer, engines=engines, sessions=sessions, store=store, cpu=cpu)
-            yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()
+            engines.start(views)
+            try:
+                yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()
+            finally:
+                await engines.close()
 
 
 @asynccontextmanager
@@ -73,7 +82,8 @@ async def served(
 
 async def serve(config: GatewayConfig, parts: Parts) -> None:
     """Until it is cancelled."""
-    async with gateway(config, parts) as app, served(app, config.host, config.port):
+    views = views_on_stdin() if parts.follows else None
+    async with gateway(config, parts, views) as app, served(app, config.host, config.port):
         write_line(f"serving on {config.host}:{config.port}")
         await asyncio.Event().wait()
 
@@ -93,6 +103,7 @@ def main() -> None:
     parser.add_argument("--config", required=True, type=GatewayConfig.model_validate_json)
     parser.add_argument("--parts", required=True, type=Parts.model_validate_json)
     arguments = parser.parse_args()
+    connections.allow_more()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(serve_until_terminated(arguments.config, arguments.parts))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rltool.config.base import Config
 from rltool.engines.endpoints import EngineEndpoint
@@ -10,7 +11,7 @@ from rltool.engines.endpoints import EngineEndpoint
 
 class Parts(Config):
     """tokenizer: a Hugging Face directory; max_model_len: tokens of prompt and response together; endpoints: the
-    engines, or the router alone; sessions: the directory of their files."""
+    engines that it begins with, or the router alone; sessions: the directory of their files."""
 
     served_name: str
     max_model_len: int
@@ -21,3 +22,8 @@ class Parts(Config):
     stop_token_ids: tuple[int, ...] = ()
     """Beside those of the model's own files."""
     trust_remote_code: bool = False
+    through_router: bool = False
+    follows: bool = False
+    """Whether views of a run's fleet come on standard input (gateway/fleet.py)."""
+    lineage: dict[str, Any] | None = None
+    """Of that run's weights, as JSON: turns that other weights have sampled are sampled again. None: any are taken."""

@@ -106,6 +106,7 @@ class GatewayServer:
                 "sessions": dict(sessions.counts),
                 "turns": dict(turns.counts),
                 "engines": dict(turns.engine_counts),
+                "fleet": turns.engine_states,
                 "remote_episodes": {"waiting": self._queue.waiting, **self._queue.counts},
             }
         )

@@ -15,15 +15,19 @@ from typing import Any, TypeVar
 from rltool.chat.conversation import Conversation, Message, Reply
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
-from rltool.engines.types import Completion, SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.errors import EngineRejected
 from rltool.gateway.apis.base import Answer, Asked
-from rltool.gateway.engines import Engines, Sampled
-from rltool.gateway.errors import BadRequest, NotFound, TooMany
+from rltool.gateway.errors import BadRequest, EnginesFailed, NotFound, TooMany
+from rltool.gateway.fleet import Engines
 from rltool.gateway.planning import ANOTHER, Plan, plan_turn
 from rltool.gateway.registry import Sessions
 from rltool.gateway.session import Session
 from rltool.gateway.store import SessionStore
 from rltool.gateway.trajectory import TurnRecord
+from rltool.rollout.data_plane import PoisonousRequest, Trace
+from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response
+from rltool.rollout.sample import Sample, SampleStatus
 
 T = TypeVar("T")
 
@@ -71,11 +75,16 @@ class Turns:
             stop_token_ids=tuple(sorted(renderer.stop_ids)),
         )
         self.counts: Counter[str] = Counter()
-        """Since the start: turns, sampled_tokens, branches."""
+        """Since the start: turns, sampled_tokens, branches, continued_requests."""
 
     @property
     def engine_counts(self) -> Counter[str]:
-        return self._engines.counts
+        return self._engines.plane.counts
+
+    @property
+    def engine_states(self) -> dict[str, str]:
+        """URL -> state; empty behind a router."""
+        return {member.url: member.state.value for member in self._engines.fleet.members()}
 
     async def run(self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...]) -> Ended:
         """Generate, record, answer; in this order. Raises RequestError."""
@@ -85,10 +94,12 @@ class Turns:
         self._sessions.touch(session)
         try:
             plan = await self._on_cpu(plan_turn, session, asked.prompt, self._renderer)
-            sampled = await self._engines.generate(session.id, plan.prompt_ids, self._limited(plan, asked))
+            sampled, engine = await self._generate(session.id, plan.prompt_ids, self._limited(plan, asked))
             turn_id = uuid.uuid4().hex
-            text, message = await self._on_cpu(self._read, sampled.completion, plan, asked, turn_id)
-            record = self._record(session, api, turn_id, plan, sampled, asked, text, message, not_followed, began)
+            text, message = await self._on_cpu(self._read, sampled, plan, asked, turn_id)
+            record = self._record(
+                session, api, turn_id, plan, sampled, engine, asked, text, message, not_followed, began
+            )
         finally:
             session.in_progress -= 1
             self._sessions.touch(session)
@@ -130,8 +141,41 @@ class Turns:
             )
         return replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens, asked.max_tokens or room))
 
-    def _read(self, completion: Completion, plan: Plan, asked: Asked, turn_id: str) -> tuple[str, Message]:
-        text = self._renderer.said(completion.token_ids)
+    async def _generate(
+        self, session_id: str, prompt_ids: array[int], sampling: SamplingParams
+    ) -> tuple[Sample, str | None]:
+        """The response, and the engine that gave the end of it. Raises EnginesFailed."""
+        trace, requests = Trace(), 0
+
+        async def generate(request: GenerateRequest) -> list[Completion]:
+            nonlocal requests
+            requests += 1
+            return await self._engines.plane.generate(replace(request, seed=None, session=session_id), trace=trace)
+
+        sample = Sample(0, 0, 0, list(prompt_ids))
+        context = GenerateContext(generate, sampling, self._renderer.vocab_size, require_versions=False)
+        try:
+            async with asyncio.timeout(self._config.turn_timeout):
+                await continue_response(sample, context)
+        except TimeoutError:
+            why = f"the last failure: {trace.failures[-1]}" if trace.failures else self._engines.why_not()
+            raise EnginesFailed(
+                f"no engine has finished this turn within {self._config.turn_timeout:g} s (--turn-timeout)"
+                + (f"; {why}" if why else ""),
+                code="turn_timeout",
+            ) from None
+        except EngineRejected as error:
+            raise EnginesFailed(f"the engine refuses the request: {error}") from error
+        except PoisonousRequest as error:
+            raise EnginesFailed(str(error)) from error
+        finally:
+            self.counts["continued_requests"] += max(0, requests - 1)
+        if sample.status is SampleStatus.ABORTED:
+            raise EnginesFailed(f"the engines aborted this turn {MAX_CONTINUATIONS} times")
+        return sample, trace.engine
+
+    def _read(self, sampled: Sample, plan: Plan, asked: Asked, turn_id: str) -> tuple[str, Message]:
+        text = self._renderer.said(sampled.response_ids)
         tools = isinstance(asked.prompt, Conversation) and bool(asked.prompt.tools)
         message = self._renderer.message(text, turn=turn_id, tools=tools, reasoning_open=plan.reasoning_open)
         return text, message
@@ -142,7 +186,8 @@ class Turns:
         api: str,
         turn_id: str,
         plan: Plan,
-        sampled: Sampled,
+        sampled: Sample,
+        engine: str | None,
         asked: Asked,
         text: str,
         message: Message,
@@ -156,7 +201,7 @@ class Turns:
         prompt_ids: array[int] = plan.prompt_ids
         index, parent, shared = session.place(prompt_ids, plan.base, plan.cut)
         branches = index == len(session.trajectories) and bool(session.trajectories)
-        completion = sampled.completion
+        sampled_ids = sampled.response_ids
         chat = asked.prompt if isinstance(asked.prompt, Conversation) else None
         now = self._clock()
         record = TurnRecord(
@@ -170,12 +215,12 @@ class Turns:
             reason=(plan.reason or ANOTHER) if branches else "",
             base=plan.base.id if plan.base else None,
             context_ids=prompt_ids[shared:],
-            sampled_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            versions=completion.versions,
-            finish_reason=completion.finish_reason,
-            stopped=bool(completion.token_ids) and completion.token_ids[-1] in self._renderer.stop_ids,
-            engine=sampled.engine,
+            sampled_ids=sampled_ids,
+            logprobs=sampled.response_logprobs,
+            versions=tuple(sampled.versions),
+            finish_reason="length" if sampled.status is SampleStatus.TRUNCATED else "stop",
+            stopped=bool(sampled_ids) and sampled_ids[-1] in self._renderer.stop_ids,
+            engine=engine,
             not_followed=not_followed,
             tools_key=chat.tools_key if chat else "",
             messages=plan.new_messages,
@@ -185,7 +230,7 @@ class Turns:
         )
         self._store.turn(session.id, record)
         session.apply(record)
-        self.counts.update(turns=1, sampled_tokens=len(completion.token_ids), branches=int(branches))
+        self.counts.update(turns=1, sampled_tokens=len(sampled_ids), branches=int(branches))
         return record
 
     async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -112,7 +112,9 @@ class Critic(TrainedModel):
         without). Returns train/value_loss, train/value_clip_fraction, train/critic_grad_norm, train/critic_lr and
         train/critic_skipped, equal on all ranks.
         """
-        clip = self.algorithm.value_clip
+        estimator = self.algorithm.advantage
+        assert estimator.kind == "gae"
+        clip = estimator.value_clip
 
         def loss_of(micro: MicroBatch, values: Tensor) -> tuple[Tensor, dict[str, Any]]:
             old, targets = (to_device(field[micro.rows], values.device) for field in _fields(micro.batch))

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltool.config.parallel import ParallelLayout
+from rltool.engines.wire import dtype_of
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Parameter
 
 GATHER_BYTES = 64 << 20
 """Of one buffer, the shards of all tensor-parallel ranks together: 8 MiB from each of eight, so that a collective's
@@ -73,16 +75,17 @@ class Gather:
 
 
 def plan_gathers(
-    family: Family, layout: ParallelLayout, itemsize: int, *, everywhere: bool = False, bound: int = GATHER_BYTES
+    plan: ExportPlan, layout: ParallelLayout, *, everywhere: bool = False, bound: int = GATHER_BYTES
 ) -> list[Gather]:
-    """All parameters in their order, each in one gather, whose buffer has `bound` bytes at most; a parameter larger
-    than that has one to itself. itemsize: bytes of an element. The same on every rank."""
+    """All parameters of the plan in its order, each in one gather, whose buffer has `bound` bytes at most; a parameter
+    larger than that has one to itself. The same on every rank."""
     gathers = []
-    for route, run in groupby(family.parameters, key=lambda p: _route(p, family, layout, everywhere=everywhere)):
+    parameters = (export.parameter for export in plan.exports)
+    for route, run in groupby(parameters, key=lambda p: _route(p, plan, layout, everywhere=everywhere)):
         together: list[Parameter] = []
         size = 0
         for parameter in run:
-            more = itemsize * _elements(parameter, layout.tp, travels=route.travels)
+            more = plan.itemsize * _elements(parameter, layout.tp, travels=route.travels)
             if size and more and size + more > bound:
                 gathers.append(Gather(route, layout.tp, tuple(together)))
                 together, size = [], 0
@@ -93,18 +96,25 @@ def plan_gathers(
 
 
 def gather_bytes(
-    family: Family, layout: ParallelLayout, itemsize: int, *, everywhere: bool = False, bound: int = GATHER_BYTES
+    plan: ExportPlan, layout: ParallelLayout, *, everywhere: bool = False, bound: int = GATHER_BYTES
 ) -> int:
     """What a rank that gets the tensors holds at most beside the model: a buffer, and one parameter merged from its
-    shards, and cut into q, k and v."""
+    shards, with the tensors that are made of it."""
+    exports = iter(plan.exports)
+
+    def assembled(parameter: Parameter) -> int:
+        """New memory on a parameter's way from its shards to the exported tensors (`Parameter.unshard`, `Make`)."""
+        merged = plan.itemsize * _elements(parameter, layout.tp, travels=False)
+        return merged + next(exports).made_bytes(plan.itemsize)
+
     return max(
-        itemsize * (gather.elements + max(_assembled_elements(p, layout.tp) for p in gather.parameters))
-        for gather in plan_gathers(family, layout, itemsize, everywhere=everywhere, bound=bound)
+        plan.itemsize * gather.elements + max(map(assembled, gather.parameters))
+        for gather in plan_gathers(plan, layout, everywhere=everywhere, bound=bound)
     )
 
 
 def gathered(
-    gather: Gather, local: Mapping[str, Tensor], dtype: torch.dtype, runtime: Runtime, *, everywhere: bool
+    gather: Gather, local: Mapping[str, Tensor], dtype: str, runtime: Runtime, *, everywhere: bool
 ) -> dict[str, list[Tensor]] | None:
     """Megatron's name -> the shards in rank order, on global rank 0; None elsewhere; everywhere: on every rank. Shards
     alias the parameters (`local`) where there was nothing to gather, and the gather's buffer otherwise.
@@ -117,7 +127,7 @@ def gathered(
     gets = everywhere or at.rank == 0
     if not (holds or (gets and route.travels)):
         return None
-    flat = torch.empty(gather.elements, dtype=dtype, device=runtime.device)
+    flat = torch.empty(gather.elements, dtype=dtype_of(dtype), device=runtime.device)
     shards = gather.views(flat)
     if holds:
         for name, views in shards.items():
@@ -137,17 +147,17 @@ def gathered(
     return {p.name: shards.get(p.name) or [local[p.name].detach()] for p in gather.parameters}
 
 
-def owner_stage(parameter: Parameter, family: Family, stages: int) -> int:
+def owner_stage(parameter: Parameter, num_layers: int, stages: int) -> int:
     """The pipeline stage that holds this parameter; layers are cut evenly."""
     if parameter.layer is not None:
-        return parameter.layer * stages // family.num_layers
+        return parameter.layer * stages // num_layers
     return {EMBEDDING: 0, FINAL_NORM: stages - 1, HEAD: stages - 1}[parameter.name]
 
 
-def _route(parameter: Parameter, family: Family, layout: ParallelLayout, *, everywhere: bool) -> Route:
-    stage = owner_stage(parameter, family, layout.pp)
+def _route(parameter: Parameter, plan: ExportPlan, layout: ParallelLayout, *, everywhere: bool) -> Route:
+    stage = owner_stage(parameter, plan.num_layers, layout.pp)
     # Experts are sharded in order over the first replicas, and from there on again.
-    replica = 0 if parameter.expert is None else parameter.expert * layout.ep // family.num_experts
+    replica = 0 if parameter.expert is None else parameter.expert * layout.ep // plan.num_experts
     if everywhere:
         in_each_replica = layout.pp == 1 and (parameter.expert is None or layout.ep == 1)
         return Route(stage, replica, travels=not in_each_replica, in_each_replica=in_each_replica)
@@ -177,10 +187,3 @@ def _views(flat: Tensor, parameters: list[Parameter], tp: int) -> dict[str, Tens
             at += math.prod(shape)
 
     return dict(views())
-
-
-def _assembled_elements(parameter: Parameter, tp: int) -> int:
-    """What is new memory of a parameter's way from its shards to Hugging Face's tensors (`Parameter.unshard`,
-    `Parameter.split`)."""
-    merged = _elements(parameter, tp, travels=False)
-    return merged + (math.prod(parameter.merged_shape) if parameter.merge_as == "qkv" else 0)

@@ -10,10 +10,11 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.engines.types import TensorMeta
+from rltool.megatron.export_plan import Export, ExportPlan
 from rltool.megatron.gathering import GATHER_BYTES, gathered, plan_gathers
 from rltool.megatron.model import global_names
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import Family, Parameter
+from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors, check_tensors
 
 
@@ -40,22 +41,11 @@ def load_hf(
             target.copy_(shard)
 
 
-def weight_metadata(family: Family, dtype: torch.dtype) -> list[TensorMeta]:
-    """What `export_weights` yields: HF names and shapes, in its order."""
-    return [TensorMeta(name, str(dtype).removeprefix("torch."), shape) for name, shape in family.hf_tensors()]
-
-
 def export_weights(
-    model: GPTModel,
-    family: Family,
-    dtype: torch.dtype,
-    runtime: Runtime,
-    *,
-    everywhere: bool = False,
-    bound: int = GATHER_BYTES,
+    model: GPTModel, plan: ExportPlan, runtime: Runtime, *, everywhere: bool = False, bound: int = GATHER_BYTES
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-    """HF tensors in the order of `weight_metadata`: the tensor on global rank 0, None elsewhere; everywhere: on every
-    rank. bound: bytes of parameters that are gathered together.
+    """The plan's tensors in its order: the tensor on global rank 0, None elsewhere; everywhere: on every rank. bound:
+    bytes of parameters that are gathered together.
 
     A generator that is collective over the ranks of replica 0, and over all that experts are sharded over (everywhere:
     over all ranks): each of them must run it to its end. Besides the model, a rank holds one buffer of `bound` bytes,
@@ -64,20 +54,19 @@ def export_weights(
     gathered or merged: use them before the next optimizer step.
     """
     # Without torch.no_grad(), which keeps what a generator has yielded last: no operation here is on a parameter.
-    metadata = iter(weight_metadata(family, dtype))
+    exports = iter(plan.exports)
     local = global_names(model)
-    layout = runtime.coordinates.layout
-    for gather in plan_gathers(family, layout, dtype.itemsize, everywhere=everywhere, bound=bound):
-        shards = gathered(gather, local, dtype, runtime, everywhere=everywhere)
+    for gather in plan_gathers(plan, runtime.coordinates.layout, everywhere=everywhere, bound=bound):
+        shards = gathered(gather, local, plan.dtype, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
-            yield from _tensors(parameter, None if shards is None else shards[parameter.name], metadata)
+            yield from _tensors(next(exports), None if shards is None else shards[parameter.name])
         del shards  # its buffer goes before there is another one
 
 
-def _tensors(
-    parameter: Parameter, shards: list[Tensor] | None, metadata: Iterator[TensorMeta]
-) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-    """The HF tensors of one parameter; None each where this rank does not get them."""
-    parts = [None] * len(parameter.hf) if shards is None else parameter.split(parameter.unshard(shards))
-    for part in parts:
-        yield next(metadata), None if part is None else part.contiguous()
+def _tensors(export: Export, shards: list[Tensor] | None) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+    """What one parameter is exported as; None each where this rank does not get its shards."""
+    if shards is None:
+        yield from ((meta, None) for meta in export.tensors)
+        return
+    for meta, tensor in export.made(export.parameter.unshard(shards)):
+        yield meta, tensor.contiguous()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltool.algorithms import corrections, objective
 from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.fields import LossFields, fields_of
 from rltool.algorithms.losses import LossTokens, sft_loss
 from rltool.algorithms.ragged import sample_of_token
 from rltool.config.algorithm import AlgorithmConfig
@@ -61,7 +62,8 @@ def micro_batch_loss(
 
     def optional(name: str) -> Tensor | None:
         value = getattr(batch, name)
-        return None if value is None else to_device(value[rows], logprobs.device)
+        at = sample if fields_of(batch)[name].of == "sample" else rows
+        return None if value is None else to_device(value[at], logprobs.device)
 
     def field(name: str) -> Tensor:
         value = optional(name)
@@ -69,32 +71,22 @@ def micro_batch_loss(
             raise ValueError(f"TrainBatch.{name} is None, but algorithm.loss = {algorithm.loss} needs it")
         return value
 
-    def of_sample(name: str) -> Tensor | None:
-        value = getattr(batch, name)
-        return None if value is None else to_device(value[sample], logprobs.device)
-
     sample = sample_of_token(batch.lengths)[rows]
     sums = {"loss_tokens": float(len(rows)), "entropy": entropy.detach().sum()}
     if algorithm.loss == "sft":
         token_loss = sft_loss(logprobs)
     else:
-        in_loss = algorithm.uses_reference and algorithm.kl_in == "loss"
-        compares_engine = algorithm.off_policy_mask_threshold is not None
+        needed = objective.needed_fields(algorithm)
+        given: dict[str, Any] = {
+            name: field(name) if name in needed else optional(name) for name in fields_of(LossFields)
+        }
         tokens = LossTokens(
-            old_logprobs=logprobs.detach() if on_policy else field("old_logprobs"),
-            advantages=field("advantages"),
+            **given | {"old_logprobs": logprobs.detach() if on_policy else field("old_logprobs")},
             sample=to_device(sample, logprobs.device),
             num_samples=batch.num_samples,
             entropy=entropy,
-            rollout_logprobs=field("rollout_logprobs") if compares_engine else optional("rollout_logprobs"),
-            ref_logprobs=field("ref_logprobs") if in_loss else optional("ref_logprobs"),
-            teacher_logprobs=optional("teacher_logprobs"),
-            teacher_topk_logprobs=field("teacher_topk_logprobs") if algorithm.uses_teacher_topk else None,
             topk_logprobs=topk_logprobs,
             tail_logprobs=tail_logprobs,
-            kl_cov_coefs=field("kl_cov_coefs") if algorithm.kl_cov_fraction > 0 else None,
-            kl_coefs=of_sample("kl_coefs"),
-            entropy_coefs=of_sample("entropy_coefs"),
             metadata={name: to_device(value[sample], logprobs.device) for name, value in batch.metadata.items()},
         )
         if on_policy and algorithm.corrects_mismatch:

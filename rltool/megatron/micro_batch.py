@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.fields import fields_of
 from rltool.megatron.packing import PackedSequences, pack
 from rltool.megatron.runtime import Coordinates, to_device
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """tokens, packed, targets, sources, held, topk_ids and sampling_mask are on the device, the rest on the CPU.
+    """batch and rows are on the CPU, the rest on the device.
 
     tokens: [T] what this rank's model reads
     rows: [R] indices into batch.tokens of the tokens whose log-probabilities are wanted, in order
@@ -22,8 +24,7 @@ class MicroBatch:
         rank
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
-    topk_ids: [H, K] the teacher's most probable tokens in their places, int32; None where the batch has none
-    sampling_mask: [H, K] the tokens that top-p and top-k kept there, int32, -1 beyond; None where the batch has none
+    at_targets: [H, ...] there, those of the batch's fields that are cut so (algorithms/fields.py)
     """
 
     batch: TrainBatch
@@ -33,15 +34,15 @@ class MicroBatch:
     sources: Tensor
     targets: Tensor
     held: Tensor | None
-    topk_ids: Tensor | None = None
-    sampling_mask: Tensor | None = None
+    at_targets: Mapping[str, Tensor]
 
 
 def prepare(
-    batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool, layers: int
-) -> MicroBatch:
+    batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool,
+    inputs: Collection[str] = (),
+) -> MicroBatch:  # fmt: skip
     """rows: [R] int64 on the CPU, none the first token of a sample. All context-parallel ranks pass the same.
-    layers: of the whole model."""
+    inputs: the fields that the model reads beside its tokens, where the batch has them."""
     packed = pack(
         batch.lengths,
         device,
@@ -49,8 +50,6 @@ def prepare(
         cp_size=at.layout.cp,
         multiple_of=at.layout.tp if sequence_parallel else 1,
     )
-    if batch.routed_experts is not None:
-        packed.routed_experts = to_device(_placed(batch.routed_experts, packed), device).unflatten(1, (layers, -1))
     tokens = to_device(batch.tokens, device)
     sources, wanted, held = rows - 1, rows, None
     if packed.place is not None:
@@ -58,6 +57,14 @@ def prepare(
         held = (places >= 0).nonzero().squeeze(-1)
         sources, wanted = places[held], rows[held]
         held = to_device(held, device) if len(held) < len(rows) else None
+    at_targets: dict[str, Tensor] = {}
+    for name, item in fields_of(batch).items():
+        if (values := getattr(batch, name)) is None:
+            continue
+        if item.cut == "target":
+            at_targets[name] = to_device(values[wanted], device)
+        elif item.cut == "input" and name in inputs:
+            packed.inputs[name] = to_device(packed.place_row(values, item.filler(values.dtype)), device)
     return MicroBatch(
         batch=batch,
         tokens=packed.take(tokens),
@@ -66,20 +73,5 @@ def prepare(
         sources=to_device(sources, device),
         targets=to_device(batch.tokens[wanted], device),
         held=held,
-        topk_ids=_of(batch.teacher_topk_ids, wanted, device),
-        sampling_mask=_of(batch.sampling_mask, wanted, device),
+        at_targets=at_targets,
     )
-
-
-def _of(values: Tensor | None, wanted: Tensor, device: torch.device) -> Tensor | None:
-    return None if values is None else to_device(values[wanted], device)
-
-
-def _placed(routed: Tensor, packed: PackedSequences) -> Tensor:
-    """[tokens of the row, choices] -> [T, choices] of what this rank holds, nothing chosen where that is padding."""
-    if packed.place is None or packed.tokens is None:
-        return routed
-    here = packed.place >= 0
-    held = routed.new_full((len(packed.tokens), routed.size(1)), torch.iinfo(routed.dtype).max)
-    held[packed.place[here]] = routed[here]
-    return held

@@ -25,8 +25,8 @@ class PackedSequences(PackedSeqParams):
     keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of
         queries sees, block after block; `cu_seqlens_kv` are its boundaries. None without
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
-    routed_experts: [T, layers, experts a token] as in TrainBatch, those that routers are to choose for the token, and
-        none for padding; None: their own
+    inputs: [T, ...] by name, on the device, what the model reads of each token beside it: fields of the batch that are
+        cut so (algorithms/fields.py)
 
     The format says "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every
     layer to rotate them, which costs more than the attention on short samples. `RotaryPositions` rotates by
@@ -41,11 +41,20 @@ class PackedSequences(PackedSeqParams):
     place: Tensor | None = None
     keys: Tensor | None = None
     key_gather: Tensor | None = None
-    routed_experts: Tensor | None = None
+    inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, row: Tensor) -> Tensor:
         """Of a row [tokens of the row] what this rank holds, [T]."""
         return row if self.tokens is None else row[self.tokens]
+
+    def place_row(self, row: Tensor, fill: float) -> Tensor:
+        """Of a row [tokens of the row, ...] on the CPU what this rank holds, [T, ...], `fill` where that is padding."""
+        if self.place is None or self.tokens is None:
+            return row
+        here = self.place >= 0
+        held = row.new_full((len(self.tokens), *row.shape[1:]), fill)
+        held[self.place[here]] = row[here]
+        return held
 
 
 def pack(

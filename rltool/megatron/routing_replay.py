@@ -1,7 +1,7 @@
 """Rollout routing replay (R3; Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
 Inference Routers", arXiv 2510.11370): a router takes the experts that the engine's router chose, in place of its own.
 
-Which experts those are travels with the packed tokens (`PackedSequences.routed_experts`), and each layer hands its own
+Which experts those are travels with the packed tokens (`PackedSequences.inputs`), and each layer hands its own
 to its router just before it runs: so whichever micro-batch a pipeline stage computes, and when a layer is computed
 again in the backward pass, the router sees what belongs to the tokens at hand. Megatron's own `RouterReplay` keeps a
 queue of micro-batches per router and one list of all routers of the process, a critic's among them, and wants to be
@@ -18,6 +18,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.errors import RltoolError
+
+REPLAYED = "routed_experts"
+"""The field of a batch that routers take."""
 
 
 class ReplayedRouter:
@@ -61,17 +64,18 @@ class ReplayedRouter:
 class RoutingReplay:
     """The routers of one rank that replay."""
 
-    def __init__(self, model: GPTModel, *, tp_rank: int, tp_size: int) -> None:
+    def __init__(self, model: GPTModel, *, layers: int, tp_rank: int, tp_size: int) -> None:
         """Lets each mixture of experts of this pipeline stage replay what `packed_seq_params` has for its layer.
 
-        tp_size: ranks that share the tokens before each router: those of sequence parallelism, 1 without.
+        layers: of the whole model. tp_size: ranks that share the tokens before each router: those of sequence
+        parallelism, 1 without.
         """
         self._routers: list[ReplayedRouter] = []
         for layer in cast(Any, model.decoder.layers):
             if (router := getattr(layer.mlp, "router", None)) is None:
                 continue
             router.router_replay = replayed = ReplayedRouter()
-            hook = _hand_over(replayed, layer.layer_number - 1, tp_rank, tp_size)
+            hook = _hand_over(replayed, layer.layer_number - 1, layers, tp_rank, tp_size)
             layer.register_forward_pre_hook(hook, with_kwargs=True)
             self._routers.append(replayed)
 
@@ -86,15 +90,17 @@ class RoutingReplay:
         return torch.stack(counts).sum(0).double().tolist() if counts else [0.0, 0.0]
 
 
-def _hand_over(replayed: ReplayedRouter, layer: int, tp_rank: int, tp_size: int) -> Callable[..., None]:
-    """layer: counted over all pipeline stages."""
+def _hand_over(
+    replayed: ReplayedRouter, layer: int, layers: int, tp_rank: int, tp_size: int
+) -> Callable[..., None]:  # fmt: skip
+    """layer: counted over all pipeline stages, of which all have `layers` together."""
 
     def hook(_module: torch.nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        experts = kwargs["packed_seq_params"].routed_experts
+        experts = kwargs["packed_seq_params"].inputs.get(REPLAYED)
         if experts is None:
             replayed.experts = None
             return
-        held = experts[:, layer].chunk(tp_size)[tp_rank].long()
+        held = experts.unflatten(1, (layers, -1))[:, layer].chunk(tp_size)[tp_rank].long()
         replayed.experts = held.masked_fill(held == torch.iinfo(experts.dtype).max, -1)
 
     return hook

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,9 @@ class TrainedModel(ABC):
         """What the loss is made of: `outputs` first, then what it needs besides, [R, ...] each."""
         return self.outputs(micro, hidden)
 
-    def as_computed(self, batch: TrainBatch) -> TrainBatch:
-        """What this model computes of a micro-batch: with routers that choose by themselves."""
-        return batch if batch.routed_experts is None else batch.replace(routed_experts=None)
+    def inputs(self) -> Collection[str]:
+        """The fields of a batch that this model reads beside its tokens."""
+        return ()
 
     @property
     def coordinates(self) -> Coordinates:
@@ -176,11 +176,9 @@ class TrainedModel(ABC):
         )
 
     def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
-        at, device, cut = self.coordinates, self.runtime.device, self.config.sequence_parallel
-        layers = self.family.num_layers
+        at, device, cut, inputs = self.coordinates, self.runtime.device, self.config.sequence_parallel, self.inputs()
         return [
-            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, layers=layers)
-            for batch in map(self.as_computed, micro_batches)
+            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs) for batch in micro_batches
         ]
 
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:

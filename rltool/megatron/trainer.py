@@ -7,7 +7,7 @@ rltool.checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +21,14 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
+from rltool.megatron.export_plan import full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
-from rltool.megatron.routing_replay import RoutingReplay
+from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
@@ -53,6 +54,7 @@ class MegatronTrainer(TrainedModel):
     """The policy of one rank, and the runtime that every model of this rank shares.
 
     After construction: `load_hf_weights` or `rltool.checkpoints.torch_dist.load_weights`, then anything else.
+    export_plan: what is sent to engines and saved for Hugging Face.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class MegatronTrainer(TrainedModel):
         self.hf_config = read_hf_config(model.path)
         self.temperature = algorithm.logits_temperature(run.temperature)
         family, dtype = family_for(self.hf_config), getattr(torch, model.dtype)
+        self.export_plan = full_plan(family, dtype)
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}
         self._replay: RoutingReplay | None = None
@@ -99,12 +102,15 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.routing_replay:
             cut, at = self.config.sequence_parallel, self.coordinates
-            self._replay = RoutingReplay(model, tp_rank=at.tp_rank if cut else 0, tp_size=at.layout.tp if cut else 1)
+            self._replay = RoutingReplay(
+                model, layers=self.family.num_layers, tp_rank=at.tp_rank if cut else 0,
+                tp_size=at.layout.tp if cut else 1,
+            )  # fmt: skip
         return model
 
-    def as_computed(self, batch: TrainBatch) -> TrainBatch:
-        """With the experts that the engines chose, where the policy is to replay them."""
-        return batch if self._replays else super().as_computed(batch)
+    def inputs(self) -> Collection[str]:
+        """The experts that the engines chose, where the policy is to replay them."""
+        return (REPLAYED,) if self._replays else ()
 
     def weights_changed(self, *, initial: bool = False) -> None:
         """As for every model; initial weights also become the reference, where the loss has one."""
@@ -209,24 +215,25 @@ class MegatronTrainer(TrainedModel):
         """Log-probability and entropy of micro.rows, over the tokens that were left to choose from."""
         states, weight = self._states(micro, hidden, gradient_in_parts=True), output_weight(self.gpt)
         options = {"keep": not self.config.recompute_head, **self._head()}
-        if micro.sampling_mask is None:
+        kept = micro.at_targets.get("sampling_mask")
+        if kept is None:
             found = head_logprobs(states, weight, micro.targets, **options)
         else:
-            of_kept = head_logprobs_of(states, weight, micro.targets, micro.sampling_mask, **options)
-            found = kept_distribution(of_kept, micro.sampling_mask)
+            found = kept_distribution(head_logprobs_of(states, weight, micro.targets, kept, **options), kept)
         return self._on_all_context_ranks(micro, *found)
 
     def training_outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """`outputs`; with algorithm.distill_kl_coef all of topk_head.HeadOutputs, of the teacher's tokens."""
         if not self.algorithm.uses_teacher_topk:
             return self.outputs(micro, hidden)
-        if micro.topk_ids is None:
+        ids = micro.at_targets.get("teacher_topk_ids")
+        if ids is None:
             raise ValueError("TrainBatch.teacher_topk_ids is None, but algorithm.distill_kl_coef needs it")
         found = head_logprobs_of(
             self._states(micro, hidden, gradient_in_parts=True),
             output_weight(self.gpt),
             micro.targets,
-            micro.topk_ids,
+            ids,
             keep=not self.config.recompute_head,
             **self._head(),
         )
@@ -268,8 +275,8 @@ class MegatronTrainer(TrainedModel):
             )
 
         if self._replay is not None:
-            if any(batch.routed_experts is None for batch in micro_batches):
-                raise ValueError("TrainBatch.routed_experts is None, but algorithm.routing_replay needs it")
+            if any(getattr(batch, REPLAYED) is None for batch in micro_batches):
+                raise ValueError(f"TrainBatch.{REPLAYED} is None, but algorithm.routing_replay needs it")
             self._replay.start_counting()
         names = loss.metric_names(self.algorithm, on_policy=on_policy)
         rows, sums = self._gradients(micro_batches, loss_of, names, global_loss_tokens=global_loss_tokens)
@@ -292,21 +299,17 @@ class MegatronTrainer(TrainedModel):
         metrics, made = self._step(self._loss)
         return {f"train/{name}": value for name, value in metrics.items()} | {"train/skipped": float(not made)}
 
-    def weight_metadata(self) -> list[TensorMeta]:
-        """HF names, dtypes and shapes, in the order of `export_weights`."""
-        return hf_weights.weight_metadata(self.family, self.dtype)
-
     def export_weights(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """HF tensors one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
+        """What `export_plan` names, one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
 
         Every rank of data-parallel rank 0 must run the iterator to its end (others may; everywhere: must). Tensors may
         alias parameters: use them before the next step.
         """
-        return hf_weights.export_weights(self.gpt, self.family, self.dtype, self.runtime, everywhere=everywhere)
+        return hf_weights.export_weights(self.gpt, self.export_plan, self.runtime, everywhere=everywhere)
 
     def export_bytes(self, *, everywhere: bool = False) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
-        return gather_bytes(self.family, self.coordinates.layout, self.dtype.itemsize, everywhere=everywhere)
+        return gather_bytes(self.export_plan, self.coordinates.layout, everywhere=everywhere)
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:

@@ -189,7 +189,7 @@ class Family:
         return ModelCost(parameters, width)
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Name and shape of every HF tensor, in export order. A tied model has no lm_head."""
+        """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""
         return [tensor for parameter in self.parameters for tensor in parameter.hf]
 
 

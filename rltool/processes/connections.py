@@ -7,6 +7,7 @@ the process would be left with none for its files.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import resource
 from collections.abc import Sized
 from typing import Protocol
@@ -34,6 +35,13 @@ class _Refused(asyncio.Protocol):
 def most_connections() -> int:
     """Half of the descriptors that this process may have: each request may need another one, to an engine or a file."""
     return max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
+def allow_more() -> None:
+    """Raise this process's limit of descriptors as far as it may: the usual 1,024 would be 512 connections."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS: no limit is not a number that it takes
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def listen(server: Connections, host: str, port: int) -> asyncio.Server:

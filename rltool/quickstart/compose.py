@@ -94,7 +94,7 @@ path = "{model}"
 
 [algorithm]
 loss = "policy"
-normalize_std = true
+advantage.normalize_std = true
 
 [optimizer]
 lr = 3e-4

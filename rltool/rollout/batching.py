@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import Ragged, TrainBatch
+from rltool.algorithms.fields import CODES, Field, Held, held_fields
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.data import Prompt
@@ -56,7 +58,6 @@ def samples_to_batch(
     versions = _token_versions(samples)
     turns, turn_rewards = turn_tensors(samples)
     logprobs = [v for s in samples for v in [0.0] * len(s.prompt_ids) + s.response_logprobs]
-    topk_ids, topk_logprobs = _teacher_topk(samples)
     parts, weights = _reward_parts(samples, part_weights) if part_weights is not None else (None, None)
     return TrainBatch(
         tokens=torch.tensor([token for s in samples for token in s.prompt_ids + s.response_ids]),
@@ -72,14 +73,10 @@ def samples_to_batch(
         turn_rewards=turn_rewards,
         loss_weights=loss_mask.clone(),
         response_mask=response_mask,
-        teacher_logprobs=_teacher_logprobs(samples),
-        teacher_topk_ids=topk_ids,
-        teacher_topk_logprobs=topk_logprobs,
-        routed_experts=_routed_experts(samples),
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
-        sampling_mask=_sampling_mask(samples),
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
         metadata=_metadata(samples),
+        **_columns(samples),
     )
 
 
@@ -150,72 +147,67 @@ def _baselines(samples: Sequence[Sample]) -> torch.Tensor | None:
     return torch.tensor([sample.baseline_reward for sample in samples], dtype=torch.float32)
 
 
-def _teacher_logprobs(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """[T], 0 outside responses; None where no engine's teacher took part."""
-    if not any(sample.teacher_logprobs for sample in samples):
+def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
+    """What samples hold of the table in algorithms/fields.py, as the batch has it; None: none of them has it."""
+    return {
+        name: (_ragged if item.of == "ragged" else _counted if held.counted else _uncounted)(samples, name, item, held)
+        for name, (item, held) in held_fields().items()
+    }
+
+
+def _ragged(samples: Sequence[Sample], name: str, item: Field, _held: Held) -> Ragged | None:
+    found = [getattr(sample, name) for sample in samples]
+    if not any(found):
         return None
-    present = [bool(sample.teacher_logprobs) or not sample.response_ids for sample in samples]
-    _all_or_none(samples, "log-probabilities of the teacher", present)
-    return torch.tensor([v for s in samples for v in [0.0] * len(s.prompt_ids) + s.teacher_logprobs])
+    values = [torch.tensor(own, dtype=getattr(torch, item.dtypes[0])) for own in found]
+    return Ragged(torch.cat(values), torch.tensor([len(own) for own in found]))
 
 
-def _teacher_topk(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """[T, K] each: -1 and -inf outside responses; None where no engine's teacher was asked for them."""
-    sizes = {len(s.teacher_topk_ids) // len(s.response_ids) for s in samples if s.response_ids}
-    if sizes <= {0}:
-        return None, None
-    present = [bool(sample.teacher_topk_ids) or not sample.response_ids for sample in samples]
-    _all_or_none(samples, "most probable tokens of the teacher", present)
-    if len(sizes) > 1:
-        raise ValueError(f"most probable tokens of the teacher: samples have {sorted(sizes)} of them a token")
-    (k,) = sizes
-    ids = torch.full((sum(len(s.prompt_ids) + len(s.response_ids) for s in samples), k), -1, dtype=torch.int32)
-    logprobs = torch.full(ids.shape, -torch.inf)
+def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> torch.Tensor | None:
+    """[T], or [T, numbers of a row]."""
+    values = [getattr(sample, name) for sample in samples]
+    if not any(values):
+        return None
+    tokens = [sample.num_tokens if held.over == "sequence" else len(sample.response_ids) for sample in samples]
+    _all_or_none(samples, held.what, [bool(own) or not count for own, count in zip(values, tokens, strict=True)])
+    kinds = {
+        (getattr(own, "typecode", "d"), len(own) // count) for own, count in zip(values, tokens, strict=True) if own
+    }
+    if len({code for code, _ in kinds}) > 1:
+        raise ValueError(f"{held.what}: samples differ in type and number {sorted(kinds)}")
+    if len(kinds) > 1:
+        raise ValueError(f"{held.what}: samples have {sorted(size for _, size in kinds)} of them a token")
+    ((code, size),) = kinds
+    of_arrays, dtype = getattr(torch, CODES[code]), getattr(torch, item.dtype_of(CODES[code]))
+    out = torch.full((sum(sample.num_tokens for sample in samples), size), item.filler(dtype), dtype=dtype)
     end = 0
-    for sample in samples:
-        count = len(sample.response_ids)
-        end += len(sample.prompt_ids) + count
-        if count:
-            ids[end - count : end] = torch.frombuffer(sample.teacher_topk_ids, dtype=torch.int32).view(count, k)
-            logprobs[end - count : end] = torch.frombuffer(sample.teacher_topk_logprobs, dtype=torch.float32).view(
-                count, k
-            )
-    return ids, logprobs
+    for sample, own, count in zip(samples, values, tokens, strict=True):
+        end += sample.num_tokens
+        if own:
+            read = torch.tensor(own) if isinstance(own, list) else torch.frombuffer(own, dtype=of_arrays)
+            out[end - count : end] = read.view(count, size)
+    return out if item.row else out.squeeze(1)
 
 
-def _sampling_mask(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """[T, K], K the most that were kept in one place; None where sampling was not truncated."""
-    if not any(sample.sampling_mask_counts for sample in samples):
+def _counted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> torch.Tensor | None:
+    """[T, K], K the most that one token has."""
+    numbers, sizes = ([getattr(sample, column.name) for sample in samples] for column in held.columns(name))
+    if not any(sizes):
         return None
-    k = max(max(sample.sampling_mask_counts, default=0) for sample in samples)
-    masks = []
-    for sample in samples:
-        own = torch.full((len(sample.response_ids), k), -1, dtype=torch.int32)
-        counts = torch.tensor(sample.sampling_mask_counts or [0] * len(own), dtype=torch.int64)
-        own[torch.arange(k) < counts[:, None]] = torch.tensor(sample.sampling_mask_ids, dtype=torch.int32)
+    k, dtype = max(max(counts, default=0) for counts in sizes), getattr(torch, item.dtypes[0])
+    rows = []
+    for sample, ids, counts in zip(samples, numbers, sizes, strict=True):
+        own = torch.full((len(sample.response_ids), k), item.filler(dtype), dtype=dtype)
+        found = torch.tensor(counts or [0] * len(own), dtype=torch.int64)
+        own[torch.arange(k) < found[:, None]] = torch.tensor(ids, dtype=dtype)
         sampled = torch.tensor(sample.response_mask, dtype=torch.bool)
-        lacks = sampled & (own != torch.tensor(sample.response_ids, dtype=torch.int32)[:, None]).all(1)
+        lacks = sampled & (own != torch.tensor(sample.response_ids, dtype=dtype)[:, None]).all(1)
         if lacks.any():
             raise ValueError(
-                f"sample {sample.group_id}/{sample.index}: its token {int(lacks.nonzero()[0])} is not among those that "
-                "top-p and top-k left to choose from"
+                f"sample {sample.group_id}/{sample.index}: its token {int(lacks.nonzero()[0])} is not among {item.row}"
             )
-        masks += [torch.full((len(sample.prompt_ids), k), -1, dtype=torch.int32), own]
-    return torch.cat(masks)
-
-
-def _routed_experts(samples: Sequence[Sample]) -> torch.Tensor | None:
-    """[T, choices a token]; None where engines were not asked for them."""
-    present = [bool(sample.routed_experts) for sample in samples]
-    if not any(present):
-        return None
-    _all_or_none(samples, "experts that the engine's router chose", present)
-    kinds = {(s.routed_experts.typecode, len(s.routed_experts) // s.num_tokens) for s in samples}
-    if len(kinds) > 1:
-        raise ValueError(f"experts that the engine's router chose: samples differ in type and number {sorted(kinds)}")
-    ((code, per_token),) = kinds
-    dtype = {"B": torch.uint8, "h": torch.int16}[code]
-    return torch.cat([torch.frombuffer(s.routed_experts, dtype=dtype).view(-1, per_token) for s in samples])
+        rows += [torch.full((len(sample.prompt_ids), k), item.filler(dtype), dtype=dtype), own]
+    return torch.cat(rows)
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

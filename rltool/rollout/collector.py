@@ -64,7 +64,8 @@ class GroupWork(Protocol):
 @dataclass(frozen=True)
 class CollectorConfig:
     """samples_per_prompt and run_seed make the groups; deadlines in seconds;
-    max_filtered: groups filtered out for one batch; max_failed: groups that engines failed on, for one batch."""
+    max_filtered: groups filtered out for one batch; max_failed: groups that engines failed on, for one batch.
+    judges_age False: versions are another run's, no group is too old."""
 
     samples_per_prompt: int
     run_seed: int
@@ -72,6 +73,7 @@ class CollectorConfig:
     batch_deadline: float
     max_filtered: int
     max_failed: int = 0
+    judges_age: bool = True
 
 
 @dataclass
@@ -132,16 +134,14 @@ class Collector:
         versions: Published,
         config: CollectorConfig,
         *,
-        judges_age: bool = True,
         on_event: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """judges_age False: versions are somebody else's, no group is too old.
-        on_event: called after every change of a group."""
+        """on_event: called after every change of a group."""
         self.source, self.policy, self.versions, self.config = source, policy, versions, config
         self.ledger = GroupLedger()
         self.delivered = 0
-        self._work, self._judges_age, self._on_event, self._clock = work, judges_age, on_event, clock
+        self._work, self._judges_age, self._on_event, self._clock = work, config.judges_age, on_event, clock
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._scoring: set[int] = set()  # of the groups with a task those whose generation has ended
         self._putting_aside: set[int] = set()

@@ -264,8 +264,10 @@ def check_rollout_function(path: str, *, tokenizer: Tokenizer | None = None, mod
         collector = OwnCollector(
             function, SampleJudge(100, policy, None), PromptSource(prompts, seed=0), policy, _ExampleWork(context),
             book,
-            CollectorConfig(samples_per_prompt=4, run_seed=0, group_deadline=60, batch_deadline=60, max_filtered=100),
-            judges_age=False,
+            CollectorConfig(
+                samples_per_prompt=4, run_seed=0, group_deadline=60, batch_deadline=60, max_filtered=100,
+                judges_age=False,
+            ),
         )  # fmt: skip
         try:
             for step in range(2):

@@ -9,7 +9,8 @@ where our plugin's reply names it, else every serving engine has to answer a can
 same request counts against it once they have.
 
 Requests of a session stay at the engine that had the one before, whose prefix cache they can use, while it has a slot
-for them; behind a router the session is a header, which its policy "manual" follows.
+for them; a new session goes to the engine with the fewest requests, then the fewest sessions. Behind a router the
+session is a header, which its policy "manual" follows.
 
 Where engines have the role "prefill", each request goes to one of them and to one of the others, which takes over its
 KV cache (engines/disaggregation.py).
@@ -21,18 +22,17 @@ engine is reported stale, the event is counted, and the request is sent again.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rltool.engines import disaggregation
-from rltool.engines.client import EngineClient
 from rltool.engines.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
 from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside
@@ -78,19 +78,32 @@ class PoisonousRequest(EngineError):
 
 @dataclass(frozen=True, eq=False)
 class Attempt:
-    """Where a request is sent now. engine: None behind a router. prefill: URL of the engine that fills its KV cache
-    where that is another. answered_by: boot ids of the processes that answered, where their replies tell."""
+    """Where a request is sent now. engine: as it was then; None behind a router. prefill: the engine that fills its KV
+    cache where that is another. answered_by: boot ids of the processes that answered, where their replies tell."""
 
     endpoint: EngineEndpoint
-    engine: str | None
+    engine: Member | None
     sent_at: float
-    prefill: str | None = None
+    prefill: Member | None = None
     answered_by: set[str] = field(default_factory=set)
+
+    @property
+    def engines(self) -> list[Member]:
+        """The engines that the request is known to be at."""
+        return [engine for engine in (self.engine, self.prefill) if engine is not None]
+
+
+@dataclass
+class Trace:
+    """Where a request went. engine: address that answered it, a router's where there is one; failures: of the attempts
+    before, in order."""
+
+    engine: str | None = None
+    failures: list[EngineError] = field(default_factory=list)
 
 
 class DataPlane:
-    """Owned by one event loop. endpoints: of the fleet's members, by URL, dialects known; a live view: engines come and
-    go.
+    """Owned by one event loop.
 
     router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
     engine; `limit` overrides it. min_serving: with fewer engines no request is sent. judge: None accepts every version
@@ -100,9 +113,7 @@ class DataPlane:
 
     def __init__(
         self,
-        client: EngineClient,
-        fleet: Fleet,
-        endpoints: Mapping[str, EngineEndpoint],
+        engines: EngineSet,
         *,
         router: EngineEndpoint | None,
         requests_per_engine: int,
@@ -110,10 +121,9 @@ class DataPlane:
         min_serving: int = 1,
         judge: VersionJudge | None = None,
         saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._fleet, self._endpoints, self._router = client, fleet, endpoints, router
-        self._per_engine, self._deadline, self._judge, self._clock = requests_per_engine, deadline, judge, clock
+        self._client, self._fleet, self._clock, self.router = engines.client, engines.fleet, engines.clock, router
+        self._per_engine, self._deadline, self._judge = requests_per_engine, deadline, judge
         self._min_serving = min_serving
         self._saw_version = saw_version
         self.limit: int | None = None
@@ -124,6 +134,8 @@ class DataPlane:
         self._prefilling: Counter[str] = Counter()
         self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """Session -> engine and prefill engine of its newest request."""
+        self._sessions_at: Counter[str] = Counter()
+        """How many of these sessions each engine has."""
         self._sending: dict[Attempt, asyncio.Future[list[Completion]]] = {}
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
@@ -153,17 +165,26 @@ class DataPlane:
         failed = {url for url, state in states.items() if state in (State.SUSPECT, State.DEAD)}
         newly_failed, self._failed_engines = failed - self._failed_engines, failed
         for attempt, task in list(self._sending.items()):
-            involved = [url for url in (attempt.engine, attempt.prefill) if url is not None]
+            involved = [engine.url for engine in attempt.engines]
             left = any(states.get(url) not in KEEPS_REQUESTS for url in involved) if involved else newly_failed
             if left and attempt not in self._withdrawn and not task.done():
                 self.counts["withdrawn_requests"] += 1
-                self._withdrawn[attempt] = attempt.engine in failed or attempt.prefill in failed
+                self._withdrawn[attempt] = not failed.isdisjoint(involved)
                 task.cancel()
         self._grant()
 
-    async def generate(self, request: GenerateRequest, *, group: int | None = None) -> list[Completion]:
+    def forget(self, session: str) -> None:
+        """The session has ended."""
+        home = self._homes.pop(session, None)
+        if home is not None:
+            self._sessions_at[home[0]] -= 1
+
+    async def generate(
+        self, request: GenerateRequest, *, group: int | None = None, trace: Trace | None = None
+    ) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
-        it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns.
+        it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns. trace:
+        filled in while the request is under way.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
@@ -171,17 +192,22 @@ class DataPlane:
         counted: dict[str, float] = {}
         """Engines that this request has failed at, and when that last counted against it."""
         avoid: str | None = None
+        trace = trace or Trace()
         failures = tries = 0
         while True:
             kind = "evaluation" if group is None else "rollout"
             attempt = await self._acquire(kind, avoid=avoid, session=request.session)
             try:
-                return await self._attempt(attempt, request, group)
+                completions = await self._attempt(attempt, request, group)
+                trace.engine = attempt.endpoint.url
+                return completions
             except EngineRejected:
                 raise
             except EngineError as error:
+                trace.failures.append(error)
                 withdrawn = attempt in self._withdrawn
-                avoid = attempt.prefill if isinstance(error, PrefillFailed) else attempt.engine
+                at_fault = attempt.prefill if isinstance(error, PrefillFailed) else attempt.engine
+                avoid = at_fault.url if at_fault is not None else None
                 suspects = self._suspects(attempt, error)
                 if suspects and all(self._has_worked_since(counted.get(url), url) for url in suspects):
                     failures += 1
@@ -216,13 +242,8 @@ class DataPlane:
             except EngineError as error:
                 failures[url] = str(error)
 
-        # One without a dialect never served.
-        known = [
-            (url, endpoint)
-            for url, endpoint in self._endpoints.items()
-            if endpoint.dialect is not None and at in (None, url)
-        ]
-        await asyncio.gather(*(abort(url, endpoint) for url, endpoint in known))
+        members = [member for member in self._fleet.members() if at in (None, member.url)]
+        await asyncio.gather(*(abort(member.url, member.endpoint) for member in members))
         return failures
 
     # -- the rest is private
@@ -247,7 +268,7 @@ class DataPlane:
             if attempt is not None:
                 self._in_flight[attempt.endpoint.url] += 1
                 if attempt.prefill is not None:
-                    self._prefilling[attempt.prefill] += 1
+                    self._prefilling[attempt.prefill.url] += 1
                 return attempt
 
     def _free(self) -> int:
@@ -260,20 +281,21 @@ class DataPlane:
         return self.limit if self.limit is not None else self._per_engine * able
 
     def _choices(self) -> dict[str, list[str]]:
-        return disaggregation.pairs(self._fleet, self._endpoints)
+        return disaggregation.pairs(self._fleet)
 
     def _pick(self, avoid: str | None, session: str) -> Attempt | None:
         if self._free() <= 0:
             return None
-        if self._router is not None:
-            return Attempt(self._router, None, self._clock())
+        if self.router is not None:
+            return Attempt(self.router, None, self._clock())
         choices = self._choices()
         home, first_home = self._homes.get(session, (None, None))
         share = self._limit(len(choices)) / len(choices)
 
-        def rank(candidate: str) -> tuple[bool, bool, int]:
+        def rank(candidate: str) -> tuple[bool, bool, int, int]:
             busy = self._in_flight[candidate]
-            return candidate == avoid, candidate != home or busy >= share, busy
+            is_home = candidate == home and busy < share
+            return candidate == avoid, not is_home, busy, self._sessions_at[candidate] if session else 0
 
         def first_rank(candidate: str) -> tuple[bool, bool, int]:
             return candidate == avoid, candidate != first_home, self._prefilling[candidate]
@@ -281,16 +303,18 @@ class DataPlane:
         url = min(choices, key=rank)
         first = min(choices[url], key=first_rank, default=None)
         if session:
+            self.forget(session)
             self._homes[session] = url, first
-            self._homes.move_to_end(session)
+            self._sessions_at[url] += 1
             if len(self._homes) > SESSIONS:
-                self._homes.popitem(last=False)
-        return Attempt(self._endpoints[url], url, self._clock(), first)
+                self.forget(next(iter(self._homes)))
+        engine, prefill = self._fleet.member(url), self._fleet.member(first) if first is not None else None
+        return Attempt(engine.endpoint, engine, self._clock(), prefill)
 
     def _release(self, attempt: Attempt) -> None:
         self._in_flight[attempt.endpoint.url] -= 1
         if attempt.prefill is not None:
-            self._prefilling[attempt.prefill] -= 1
+            self._prefilling[attempt.prefill.url] -= 1
         self._grant()
 
     def _grant(self) -> None:
@@ -335,29 +359,29 @@ class DataPlane:
 
     async def _generate(self, attempt: Attempt, request: GenerateRequest) -> list[Completion]:
         """Elsewhere is tried next, so one attempt here is enough."""
-        if attempt.prefill is None:
-            routed = attempt.engine is None and request.session
+        engine, prefill = attempt.engine, attempt.prefill
+        if engine is None or prefill is None:
             return await self._client.generate(
                 attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
-                headers={ROUTING_KEY_HEADER: request.session} if routed else None,
+                headers={ROUTING_KEY_HEADER: request.session} if request.session else None,
             )  # fmt: skip
-        involved = (attempt.prefill, attempt.endpoint.url)
-        before = [self._fleet.member(url).since for url in involved]
-        version = self._fleet.member(attempt.endpoint.url).version
         return await disaggregation.generate(
-            self._client, self._endpoints[attempt.prefill], attempt.endpoint, request, timeout=self._deadline,
-            may_decode=lambda: [self._fleet.member(url).since for url in involved] == before,
-            version=str(version) if version is not None else None,
+            self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline,
+            may_decode=lambda: self._is_unmoved(engine) and self._is_unmoved(prefill),
+            version=str(engine.version) if engine.version is not None else None,
         )  # fmt: skip
+
+    def _is_unmoved(self, engine: Member) -> bool:
+        """Whether it has been in the same state since then."""
+        now = self._fleet.find(engine.url)
+        return now is not None and now.since == engine.since
 
     def _engines(self, attempt: Attempt, error: EngineError | None = None) -> list[str]:
         """Who had the request, as far as that is known; who is at fault for an error."""
-        if attempt.engine is not None and attempt.prefill is not None:
-            both = [attempt.engine, attempt.prefill]
-            return both if error is None else [both[isinstance(error, PrefillFailed)]]
-        if attempt.engine is not None:
-            return [attempt.engine]
-        return [member.url for member in self._fleet.members() if member.boot_id in attempt.answered_by]
+        known = [engine.url for engine in attempt.engines]
+        if len(known) == 2 and error is not None:
+            return [known[isinstance(error, PrefillFailed)]]
+        return known or [member.url for member in self._fleet.members() if member.boot_id in attempt.answered_by]
 
     def _suspects(self, attempt: Attempt, error: EngineError) -> list[str]:
         """Engines at which the request may have failed by its own fault: none where that says nothing of the request,
@@ -369,8 +393,9 @@ class DataPlane:
 
     def _has_worked_since(self, moment: float | None, url: str) -> bool:
         """Whether the engine has brought a request to its end since then; so it has where there is no such moment."""
-        ended = (member.last_success_at for member in self._fleet.members() if member.url == url)
-        return moment is None or any(at is not None and at > moment for at in ended)
+        engine = self._fleet.find(url)
+        ended = engine.last_success_at if engine is not None else None
+        return moment is None or (ended is not None and ended > moment)
 
     def _failed(self, attempt: Attempt, error: EngineError) -> None:
         self.counts["failed_requests"] += 1
@@ -383,7 +408,7 @@ class DataPlane:
     def _judge_versions(self, attempt: Attempt, completions: Sequence[Completion], published: int | None) -> None:
         if self._judge is None:
             return
-        engines = [attempt.engine] if attempt.engine is not None else self._engines(attempt)
+        engines = [attempt.engine.url] if attempt.engine is not None else self._engines(attempt)
         for version in {span.version for completion in completions for span in completion.versions}:
             reason = self._judge.refusal(version)
             if reason is not None:

@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from rltool.algorithms.fields import Column, sample_columns
 from rltool.config.train import TrainConfig
 from rltool.engines.types import Drafts, VersionSpan
 from rltool.errors import RltoolError
@@ -30,21 +31,16 @@ from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 FORMAT_VERSION = 1
 
-RAGGED = {
+OF_EVERY_SAMPLE = {
     "prompt_ids": np.int64, "response_ids": np.int64, "response_mask": np.uint8, "response_logprobs": np.float64,
-    "teacher_logprobs": np.float64, "teacher_topk_ids": np.int32, "teacher_topk_logprobs": np.float32,
-    "sampling_mask_ids": np.int32, "sampling_mask_counts": np.int32, "routed_experts": np.uint8,
 }  # fmt: skip
-"""Fields kept in the tensor file: `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
-COMPACT = {
-    "teacher_topk_ids": "i", "teacher_topk_logprobs": "f", "sampling_mask_ids": "i", "sampling_mask_counts": "i",
-    "routed_experts": "B",
-}  # fmt: skip
-"""Those that a Sample has as an array of this type, others are lists. numpy's characters of these types are array's."""
-WIDER = {"routed_experts": np.int16}
-"""Of those whose arrays may have a larger type: that one, for all samples of a file where one has it."""
-ADDED = frozenset({"teacher_logprobs", *COMPACT})
-"""Those that files of an earlier rltool lack: empty then."""
+"""Lists in the tensor file, which also has the columns of the table in algorithms/fields.py (a file of an earlier
+rltool lacks some): `NAME` holds all samples' values, `NAME.lengths` [num_samples] how many each has."""
+
+
+def tensor_fields() -> list[str]:
+    """The fields of a sample that the tensor file holds."""
+    return [*OF_EVERY_SAMPLE, *sample_columns()]
 
 
 class DumpError(RltoolError):
@@ -98,10 +94,9 @@ def encode(
     """(content of the tensor file, which is to be called `tensor_file`; content of the JSON file).
     DumpError if metadata, train_metadata or multimodal_inputs are not JSON; names sample, field and key."""
     tensors: dict[str, np.ndarray] = {}
-    for name, dtype in RAGGED.items():
+    for name in tensor_fields():
         values = [getattr(sample, name) for sample in samples]
-        if name in WIDER and any(value.typecode != COMPACT[name] for value in values if value):
-            dtype = WIDER[name]
+        dtype = np.dtype(OF_EVERY_SAMPLE.get(name) or _code(sample_columns()[name], values))
         tensors[f"{name}.lengths"] = np.array([len(value) for value in values], dtype=np.int64)
         tensors[name] = np.concatenate([np.zeros(0, dtype), *(np.asarray(value, dtype) for value in values)])
     data = save_tensors(tensors)
@@ -151,7 +146,8 @@ def read_files(tensor_path: Path, json_path: Path) -> Dump:
         raise DumpError(f"{json_path} has format version {version}; this rltool reads {FORMAT_VERSION}")
     columns = _read_tensors(tensor_path, document["tensors"], len(document["samples"]))
     samples = [
-        _from_json(entry, {name: columns[name][i] for name in RAGGED}) for i, entry in enumerate(document["samples"])
+        _from_json(entry, {name: values[i] for name, values in columns.items()})
+        for i, entry in enumerate(document["samples"])
     ]
     for sample in samples:
         try:
@@ -162,7 +158,8 @@ def read_files(tensor_path: Path, json_path: Path) -> Dump:
 
 
 def _to_json(sample: Sample) -> dict[str, Any]:
-    entry = {item.name: getattr(sample, item.name) for item in fields(sample) if item.name not in RAGGED}
+    apart = tensor_fields()
+    entry = {item.name: getattr(sample, item.name) for item in fields(sample) if item.name not in apart}
     entry["versions"] = [[span.version, span.start, span.end] for span in sample.versions]
     entry["turn_rewards"] = [astuple(turn) for turn in sample.turn_rewards]
     return entry
@@ -191,21 +188,30 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
     try:
         tensors = load_tensors(data)
         columns = {}
-        for name in RAGGED:
-            if name in ADDED and name not in tensors:
-                columns[name] = [array(COMPACT[name]) if name in COMPACT else [] for _ in range(num_samples)]
+        for name in tensor_fields():
+            column = sample_columns().get(name)
+            if column is not None and name not in tensors:
+                columns[name] = [column.empty() for _ in range(num_samples)]
                 continue
             ends = np.cumsum(tensors[f"{name}.lengths"])
             if len(ends) != num_samples:
                 raise DumpError(f"{path}: {name} covers {len(ends)} samples, the JSON file {num_samples}")
             pieces = np.split(tensors[name], ends[:-1]) if num_samples else []
-            columns[name] = [_as_in_a_sample(name, piece) for piece in pieces]
+            columns[name] = [_as_in_a_sample(column, piece) for piece in pieces]
     except (SafetensorError, KeyError) as error:
         raise DumpError(f"{path} lacks what this format needs: {error}") from error
     return columns
 
 
-def _as_in_a_sample(name: str, piece: np.ndarray) -> Any:
-    if name not in COMPACT:
+def _as_in_a_sample(column: Column | None, piece: np.ndarray) -> Any:
+    if column is None or column.code is None:
         return piece.tolist()
-    return array(piece.dtype.char if len(piece) else COMPACT[name], piece.tobytes())
+    return array(piece.dtype.char if len(piece) else column.code, piece.tobytes())
+
+
+def _code(column: Column, values: Sequence[Any]) -> str:
+    """The type of all samples' values; numpy's characters of these types are array's."""
+    if column.code is None:
+        return "d"
+    wider = column.wider is not None and any(value.typecode == column.wider for value in values if value)
+    return column.wider if wider and column.wider is not None else column.code

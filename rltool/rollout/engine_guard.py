@@ -3,12 +3,10 @@ back."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State
 from rltool.engines.fleet_state import QUIET
 from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
@@ -42,21 +40,14 @@ class GuardedRouter(Protocol):
 
 
 class EngineGuard:
-    """endpoints: of the members, by URL, a live view. deadline: seconds (deadlines.engines). An engine that is paused
+    """deadline: seconds (deadlines.engines). An engine that is paused
     for a sync counts, and one that sleeps while the trainer has its GPUs: both have deadlines of their own. router:
     None where engines are asked directly."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        endpoints: Mapping[str, EngineEndpoint],
-        *,
-        min_serving: int,
-        deadline: float,
-        router: GuardedRouter | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, engines: EngineSet, *, min_serving: int, deadline: float, router: GuardedRouter | None = None
     ) -> None:
-        self._fleet, self._endpoints, self._clock = fleet, endpoints, clock
+        self._fleet, self._clock = engines.fleet, engines.clock
         self._min_serving, self._deadline, self._router = min_serving, deadline, router
         self._since: float | None = None
 
@@ -68,7 +59,7 @@ class EngineGuard:
     def check(self) -> None:
         """To be called every second or so. TooFewEngines, RouterLost once it has lasted too long."""
         self._check_router()
-        there = [m for m in self._fleet.members() if m.state is State.READY or m.state in QUIET]
+        there = self._fleet.members(State.READY, *QUIET)
         if len(there) >= self._min_serving:
             self._since = None
             return
@@ -98,7 +89,7 @@ class EngineGuard:
         ]
         for member in self._fleet.members():
             lines.append(f"  {member.url}: {member.state.value} ({member.reason})")
-            log = self._endpoints[member.url].log if member.url in self._endpoints else None
+            log = member.endpoint.log
             lines += [f"    | {line}" for line in (excerpt(log, LOG_LINES) if log else [])]
         lines.append(
             "Start engines again (`rltool serve-engines`), then go on with `rltool train --resume`; "

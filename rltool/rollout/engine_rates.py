@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Member
 from rltool.engines.types import EngineCounters, Tally
 
 ASK_SECONDS = 2.0
@@ -22,21 +23,21 @@ class CountersClient(Protocol):
 
 
 class EngineRates:
-    """Rates since the last question. endpoints: url -> engine, which may grow and shrink."""
+    """Rates since the last question."""
 
-    def __init__(self, client: CountersClient, endpoints: Mapping[str, EngineEndpoint]) -> None:
-        self._client, self._endpoints = client, endpoints
+    def __init__(self, client: CountersClient) -> None:
+        self._client = client
         self._before: dict[str, EngineCounters] = {}
 
-    async def since_last(self, urls: Sequence[str]) -> dict[str, float]:
+    async def since_last(self, engines: Sequence[Member]) -> dict[str, float]:
         """rollout/prefix_cache_hit_rate and rollout/speculative_acceptance_rate of these engines; of what no engine
         tells nothing. The first question of an engine that counts from its start is about all of it."""
-        asked = [url for url in urls if url in self._endpoints]
         replies = await asyncio.gather(
-            *(self._client.counters(self._endpoints[url], timeout=ASK_SECONDS) for url in asked),
+            *(self._client.counters(engine.endpoint, timeout=ASK_SECONDS) for engine in engines),
             return_exceptions=True,
         )
-        now = {url: reply for url, reply in zip(asked, replies, strict=True) if isinstance(reply, EngineCounters)}
+        pairs = zip(engines, replies, strict=True)
+        now = {engine.url: reply for engine, reply in pairs if isinstance(reply, EngineCounters)}
         found = rates(self._before, now)
         self._before |= now
         return found

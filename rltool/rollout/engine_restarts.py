@@ -183,7 +183,7 @@ class EngineRestarts:
             await self.restart(url)
 
     def _fleet_of(self, url: str) -> tuple[Fleet, FleetMonitor] | None:
-        return next((pair for pair in self._fleets if any(m.url == url for m in pair[0].members())), None)
+        return next((pair for pair in self._fleets if pair[0].find(url) is not None), None)
 
     def _ended(self, url: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(url) is task:

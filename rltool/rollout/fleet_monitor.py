@@ -7,18 +7,17 @@ The fleet (engines/fleet.py) is pure; this is its I/O. Rules of what a failure m
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from rltool.config.serve import Task
 from rltool.engines.canary import canary
-from rltool.engines.client import HEALTH_SECONDS, EngineClient
+from rltool.engines.client import HEALTH_SECONDS
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State, Transition
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State, Transition
 from rltool.engines.fleet_state import QUIET
-from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, UsageError
 from rltool.processes.tasks import Background, TaskFailed
 from rltool.rollout.loop_lag import LoopLag
@@ -38,9 +37,7 @@ class Router(Protocol):
 
 
 class FleetMonitor:
-    """endpoints, infos: of the members by URL, shared with whoever adds and removes engines.
-
-    on_change: called when the set of serving engines may have changed. log: one line per transition.
+    """Logs one line per transition. on_change: called when the set of serving engines may have changed.
     saw_version(url, version, sent_at): called with what a probe found.
     restart: starts an engine's process again, for engines that we launched; None for those of others.
     serves: what the engines are for, so what a canary request asks of them.
@@ -48,24 +45,19 @@ class FleetMonitor:
 
     def __init__(
         self,
-        client: EngineClient,
-        fleet: Fleet,
-        endpoints: MutableMapping[str, EngineEndpoint],
-        infos: MutableMapping[str, EngineInfo],
+        engines: EngineSet,
         *,
         router: Router | None = None,
         restart: Callable[[str], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
         saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
-        log: Callable[[str], None] = print,
         serves: Task = "generate",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
-        self._router, self._restart, self._on_change, self._log, self._clock = router, restart, on_change, log, clock
+        self._client, self._fleet, self._clock, self._log = engines.client, engines.fleet, engines.clock, engines.log
+        self._router, self._restart, self._on_change = router, restart, on_change
         self._saw_version = saw_version
         self._serves: Task = serves
-        self.lag = LoopLag(clock=clock)
+        self.lag = LoopLag(clock=engines.clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
         self.counts: Counter[str] = Counter()
         """Transitions since the start, by the state that they led to, and monitor_failures."""
@@ -98,24 +90,20 @@ class FleetMonitor:
     async def probe(self, url: str) -> None:
         """Ask one engine how it is and what it holds; the answer is a fact for the fleet."""
         sent_at = self._clock()
-        endpoint = self._endpoints.get(url)
-        if endpoint is None:  # it has left since it was to be asked
+        engine = self._fleet.find(url)
+        if engine is None:  # it has left since it was to be asked
             return
+        endpoint = engine.endpoint
         try:
-            if endpoint.dialect is not None:
-                await self._client.health(endpoint)
+            await self._client.health(endpoint)
             info = await self._client.probe(endpoint, timeout=HEALTH_SECONDS)
         except (EngineError, UsageError) as error:
             # A loop that was busy for most of the deadline has kept the answer waiting itself.
             if self.lag.worst_since(sent_at) < HEALTH_SECONDS / 2:
                 self._fleet.probe_failed(url, str(error), sent_at=sent_at)
             return
-        if url not in self._endpoints:  # it has left meanwhile
-            return
-        self._infos[url] = info
-        self._endpoints[url] = endpoint.probed(info)
         self._saw_version(url, info.weight_version, sent_at)
-        self._fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        self._fleet.probe_succeeded(url, info, sent_at=sent_at)
 
     async def _round(self) -> None:
         await asyncio.gather(*(self.probe(url) for url in self._fleet.to_probe()))
@@ -135,9 +123,10 @@ class FleetMonitor:
         """
         sent_at = self._clock()
         self.counts["canary_requests"] += 1
-        endpoint = self._endpoints.get(url)
-        if endpoint is None:
+        engine = self._fleet.find(url)
+        if engine is None:
             return
+        endpoint = engine.endpoint
         try:
             await canary(self._client, endpoint, self._serves, timeout=CANARY_SECONDS)
         except EngineError as error:

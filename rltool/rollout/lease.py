@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State
 from rltool.engines.lease import ask_lease, has_died
 from rltool.engines.plugin.lease import Action, Answer
 from rltool.engines.types import EngineInfo, Holder
@@ -67,31 +66,19 @@ class LeaseTerms:
 
 
 class Ownership:
-    """endpoints, infos: of the fleet's members by URL; live views. terms None: no leases are taken (nobody syncs)."""
+    """terms None: no leases are taken (nobody syncs)."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        fleet: Fleet,
-        endpoints: Mapping[str, EngineEndpoint],
-        infos: Mapping[str, EngineInfo],
-        terms: LeaseTerms | None,
-        *,
-        run: str,
-        say: Callable[[str], None] = print,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
-        self._terms, self._say = terms, say
-        self._foreign = ForeignWeights(run, clock)
-        self._clock = clock
+    def __init__(self, engines: EngineSet, terms: LeaseTerms | None, *, run: str) -> None:
+        self._client, self._fleet, self._clock, self._say = engines.client, engines.fleet, engines.clock, engines.log
+        self._terms = terms
+        self._foreign = ForeignWeights(run, engines.clock)
         self._held: dict[str, float] = {}
         """Engines whose leases were granted, and when that was asked for last."""
         self.ceded: set[str] = set()
         """Engines that are another's now: they are told nothing more, at the end of the run neither."""
         self._error: EngineTaken | LeaseExpired | None = None
         self._lost = asyncio.Event()
-        self._background = Background(lambda failure: say(str(failure)))
+        self._background = Background(lambda failure: engines.log(str(failure)))
 
     # -- life
 
@@ -100,7 +87,7 @@ class Ownership:
         if self._terms is None:
             return
         steal = self._terms.steal
-        refused = await asyncio.gather(*(self._acquire(url, steal=steal) for url in self._leasable()))
+        refused = await asyncio.gather(*(self._acquire(each, steal=steal) for each in self._leasable().values()))
         reasons = [reason for reason in refused if reason is not None]
         if reasons:
             self.ceded.update(m.url for m in self._fleet.members() if m.url not in self._held)
@@ -113,18 +100,19 @@ class Ownership:
         await self._background.close()
         await asyncio.gather(*(self._each(self.release, url) for url in self._held.keys() - self.ceded))
 
-    async def admit(self, url: str) -> None:
+    async def admit(self, endpoint: EngineEndpoint, info: EngineInfo) -> None:
         """An engine that is about to join while the run trains. EngineConflict if it is another's."""
-        is_leased = self._terms is not None and self._endpoints[url].takes_weights and self._infos[url].plugin
-        refusal = await self._acquire(url) if is_leased else None
+        is_leased = self._terms is not None and endpoint.takes_weights and info.plugin
+        refusal = await self._acquire(endpoint) if is_leased else None
         if refusal is not None:
             raise EngineConflict(refusal)
 
     async def release(self, url: str) -> None:
         """This run needs the engine no more."""
-        if self._held.pop(url, None) is not None:
+        engine, was_held = self._fleet.find(url), self._held.pop(url, None) is not None
+        if was_held and engine is not None:
             with suppress(EngineError):
-                await self._ask(url, "release")
+                await self._ask(engine.endpoint, "release")
 
     # -- what the service asks
 
@@ -172,19 +160,26 @@ class Ownership:
     # -- the rest is private
 
     def _can_leave(self, url: str) -> bool:
-        return any(m.url == url and m.state in CAN_LEAVE for m in self._fleet.members())
+        engine = self._fleet.find(url)
+        return engine is not None and engine.state in CAN_LEAVE
 
-    def _leasable(self) -> list[str]:
+    def _leasable(self) -> dict[str, EngineEndpoint]:
+        """By URL."""
         if self._terms is None:
-            return []
-        members = [m.url for m in self._fleet.members() if m.takes_weights and m.state is not State.DRAINING]
-        return [url for url in members if url in self._infos and self._infos[url].plugin]
+            return {}
+        members = [m for m in self._fleet.members() if m.takes_weights and m.state is not State.DRAINING]
+        return {m.url: m.endpoint for m in members if m.info.plugin}
 
     async def _renew(self) -> None:
-        urls = self._leasable()
+        leasable = self._leasable()
+
+        async def renew(url: str) -> EngineTaken | None:
+            step = self._keep if url in self._held else self._claim
+            return await step(leasable[url])
+
         losses = await asyncio.gather(
-            *(self._each(self._keep if url in self._held else self._claim, url) for url in urls),
-            *(self._each(self.release, url) for url in self._held.keys() - {*urls, *self.ceded}),
+            *(self._each(renew, url) for url in leasable),
+            *(self._each(self.release, url) for url in self._held.keys() - {*leasable, *self.ceded}),
         )
         for lost in filter(None, losses):  # when it is known whose each engine is: the end leaves others' alone
             self._end(lost)
@@ -205,46 +200,46 @@ class Ownership:
             expired.__cause__ = error
             return expired
 
-    async def _keep(self, url: str) -> EngineTaken | None:
+    async def _keep(self, endpoint: EngineEndpoint) -> EngineTaken | None:
         """Why the run ends. An engine that says nothing is the fleet's business; that it is another's is ours."""
         with suppress(EngineError):
-            answer = await self._ask(url, "renew")
+            answer = await self._ask(endpoint, "renew")
             if answer is not None and not answer.granted:
-                self.ceded.add(url)
+                self.ceded.add(endpoint.url)
                 return EngineTaken(
-                    f"{answer.taken_by} has taken over the engine {url}, which this run controlled; this run does not "
-                    f"fight for it, and ends. {self._next()}"
+                    f"{answer.taken_by} has taken over the engine {endpoint.url}, which this run controlled; this run "
+                    f"does not fight for it, and ends. {self._next()}"
                 )
         return None
 
-    async def _claim(self, url: str) -> None:
+    async def _claim(self, endpoint: EngineEndpoint) -> None:
         """An engine that did not answer before, or came later."""
-        refusal = await self._acquire(url)
+        url, refusal = endpoint.url, await self._acquire(endpoint)
         if refusal is not None and self._can_leave(url):
             self._say(f"{refusal}; this run goes on without it")
             self.ceded.add(url)
             self._fleet.drain(url, refusal)
 
-    async def _acquire(self, url: str, *, steal: bool = False) -> str | None:
+    async def _acquire(self, endpoint: EngineEndpoint, *, steal: bool = False) -> str | None:
         """Why the lease was not granted, or None: it was, or the engine knows none, or does not answer now."""
         with suppress(EngineError):
-            answer = await self._ask(url, "steal" if steal else "acquire")
+            answer = await self._ask(endpoint, "steal" if steal else "acquire")
             if answer is not None and answer.taken_by is not None and has_died(answer.taken_by):
-                answer = await self._ask(url, "steal", only_from=answer.taken_by.run)
+                answer = await self._ask(endpoint, "steal", only_from=answer.taken_by.run)
             if answer is not None and not answer.granted:
                 left = f", for another {answer.lease.expires_in:.0f} s unless it renews" if answer.lease else ""
-                return f"the engine {url} is leased by {answer.taken_by}{left}"
+                return f"the engine {endpoint.url} is leased by {answer.taken_by}{left}"
         return None
 
-    async def _ask(self, url: str, action: Action, *, only_from: str | None = None) -> Answer | None:
-        """None: the engine knows no leases, or has left the fleet, and is not asked anything."""
+    async def _ask(
+        self, endpoint: EngineEndpoint, action: Action, *, only_from: str | None = None
+    ) -> Answer | None:
+        """None: the engine knows no leases."""
         assert self._terms is not None
-        if url not in self._endpoints:
-            return None
-        endpoint, terms, asked_at = self._endpoints[url], self._terms, self._clock()
+        terms, asked_at = self._terms, self._clock()
         answer = await ask_lease(self._client, endpoint, action, terms.holder, terms.seconds, only_from=only_from)
         if answer is not None and answer.granted and action != "release":
-            self._held[url] = asked_at
+            self._held[endpoint.url] = asked_at
         return answer
 
     def _end(self, error: EngineTaken | LeaseExpired) -> None:

@@ -74,9 +74,8 @@ def start_rewards(config: RewardConfig, *, timeout: float, models: Models) -> Re
 
     def pool(function: str, options: Mapping[str, Any]) -> RewardPool:
         return RewardPool(
-            function, options=options, workers=config.workers, timeout=timeout, models=models,
-            slower=config.simulate_seconds,
-        )  # fmt: skip
+            function, options=options, workers=config.workers, timeout=timeout, models=models
+        )
 
     if not config.parts:
         return pool(config.function, config.options)

@@ -13,19 +13,10 @@ Not here: what a failure means for the sample, its group and the run (rltool.rol
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import importlib.util
 import inspect
-import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,29 +24,18 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED
 from rltool.errors import RltoolError, UsageError
-from rltool.processes.tasks import Background, beside
+from rltool.processes.tasks import beside
+from rltool.processes.worker_pool import START_SECONDS, WorkerLost, WorkerPool
 from rltool.rollout.model_clients import Models, RewardContext, ended_in_time, too_slow
-from rltool.rollout.reward_worker import ACCEPTED, CHANGED, LENGTH, READY, describe, finite
+from rltool.rollout.reward_worker import CHANGED, describe, finite
 from rltool.rollout.sample import Sample
 
 RewardFunction = Callable[..., Any]
 CONTEXT = "context"
 """The argument by which an async function says that it wants a RewardContext."""
 
-START_SECONDS = 120.0
-"""For a worker to import the function's module: one that brings torch takes ten, on a busy host more."""
 LOST_GROUPS = 3
 """How many workers in a row may die before they have taken up a group, which is nobody's sample's fault."""
-REAP_SECONDS = 5.0
-"""For a killed process to be gone."""
-
-BOOTSTRAP = """\
-import sys
-sys.path[:] = {path!r}
-from rltool.rollout.reward_worker import main
-main({descriptor}, {function!r}, {refuse}, {slower})
-"""
-"""Not multiprocessing: its children import the parent's main module anew, which in a Ray actor is Ray's own worker."""
 
 
 @dataclass(frozen=True)
@@ -80,25 +60,23 @@ class RewardPool:
         self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False,
         models: Models | None = None, options: Mapping[str, Any] | None = None, slower: float = 0.0,
     ) -> None:  # fmt: skip
-        self._path, self._timeout, self._refuse_changes = import_path_of(function_path), timeout, refuse_changes
+        self._timeout, self._refuse_changes = timeout, refuse_changes
         self._options, self._slower = dict(options or {}), slower
         self._function = load_reward(function_path, self._options)
+        self.is_async = is_async(self._function)
         asks = wants_context(self._function)
         self._models = (asks and models) or Models()
         self._keywords = self._options | ({CONTEXT: RewardContext(self._models)} if asks else {})
-        self.is_async = is_async(self._function)
-        self._closed = False
-        self._workers: set[_Worker] = set()
-        self._killed: list[_Worker] = []
-        self._idle: asyncio.Queue[_Worker | None] = asyncio.Queue()
-        """None stands for a worker that is started when it is needed."""
-        if not self.is_async:
-            for _ in range(workers):
-                self._idle.put_nowait(self._start())
+        self._workers = WorkerPool(
+            "a reward worker", "rltool.rollout.reward_worker:main",
+            (import_path_of(function_path), self._options, refuse_changes, slower),
+            workers=0 if self.is_async else workers,
+        )  # fmt: skip
+        self._workers.start()
 
     async def ready(self) -> None:
         """Wait until every worker has imported the function. Raises RltoolError for one that cannot."""
-        await asyncio.gather(*(worker.ready() for worker in self._workers))
+        await self._workers.ready()
 
     async def score(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
         """The reward of each sample, of which a plain function gets a copy. Call it once per group.
@@ -108,7 +86,7 @@ class RewardPool:
         """
         if len(samples) != len(texts):
             raise ValueError(f"{len(samples)} samples and {len(texts)} texts")
-        if self._closed:
+        if self._workers.closed:
             raise RltoolError("the reward pool is closed")
         if self.is_async:
             return await self._score_on_the_loop(samples, texts)
@@ -124,65 +102,35 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill the workers. May be called twice; a `score` that is in progress raises."""
-        self._closed = True
-        for worker in list(self._workers):
-            self._kill(worker)
-        await asyncio.to_thread(self._reap, REAP_SECONDS)
+        await self._workers.close()
 
     async def _score_in_a_worker(
         self, indices: list[int], packed: list[bytes], outcomes: dict[int, float | RewardFailure]
     ) -> bool:
         """Adds to `outcomes`, in order, until all are there or the worker is lost. False if it never took the group
         up."""
-        frame = pickle.dumps([packed[index] for index in indices])
-        worker = await self._idle.get()
-        after: _Worker | None = None
-        try:
-            if worker is None or not worker.alive:
-                if worker is not None:
-                    self._kill(worker)
-                worker = self._start()
-            await worker.ready()
-            if not await worker.send(frame) or await worker.receive(START_SECONDS) != ACCEPTED:
+        group = pickle.dumps([packed[index] for index in indices])
+        async with self._workers.job(group, answers=1 + len(indices)) as job:
+            try:
+                await job.answer(START_SECONDS)  # ACCEPTED
+            except (TimeoutError, WorkerLost):
                 return False
             for index in indices:
                 try:
-                    answer = await worker.receive(self._timeout)
+                    answer = await job.answer(self._timeout)
                 except TimeoutError:
                     outcomes[index] = RewardFailure(too_slow(self._timeout))
-                    after = self._start()
-                    return True
-                if answer is None:
-                    if self._closed:
-                        raise RltoolError("the reward pool was closed while it scored")
-                    outcomes[index] = RewardFailure(f"the reward function ended its process ({await worker.end()})")
-                    after = self._start()
-                    return True
+                    break
+                except WorkerLost as error:
+                    if self._workers.closed:
+                        raise RltoolError("the reward pool was closed while it scored") from error
+                    outcomes[index] = RewardFailure(f"the reward function ended its process ({error})")
+                    break
                 outcomes[index] = RewardFailure(answer["failed"]) if isinstance(answer, dict) else float(answer)
-            after = worker
-            return True
-        finally:
-            # Cancelled, or lost: what it is doing is nobody's any more.
-            if worker is not None and after is not worker:
-                self._kill(worker)
-            self._idle.put_nowait(after)
-
-    def _start(self) -> _Worker:
-        self._reap(0.0)
-        if self._closed:
-            raise RltoolError("the reward pool is closed")
-        worker = _Worker(self._path, self._refuse_changes, self._options, self._slower)
-        self._workers.add(worker)
-        return worker
-
-    def _kill(self, worker: _Worker) -> None:
-        worker.kill()
-        self._workers.discard(worker)
-        self._killed.append(worker)
-
-    def _reap(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        self._killed = [worker for worker in self._killed if not worker.gone(max(0.0, deadline - time.monotonic()))]
+            else:
+                return True
+        self._workers.start()  # the next group need not wait for an import
+        return True
 
     async def _score_on_the_loop(self, samples: list[Sample], texts: list[str]) -> list[float | RewardFailure]:
         # Their end is not waited for: a function may ignore its cancellation.
@@ -244,110 +192,6 @@ def wants_context(function: Callable[..., Any]) -> bool:
 def is_async(function: Callable[..., Any]) -> bool:
     """Whether calling it gives a coroutine; callable objects with an async __call__ count."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
-
-
-class _Worker:
-    """One process and the parent's end of its socket. Its session is its own: Ctrl-C does not reach it, and what the
-    function starts dies with it."""
-
-    def __init__(self, function_path: str, refuse_changes: bool, options: dict[str, Any], slower: float) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs, tempfile.TemporaryFile() as given:
-            pickle.dump(options, given)  # not in argv, which every user of the host can read: there may be keys in them
-            given.seek(0)
-            code = BOOTSTRAP.format(
-                path=sys.path,
-                descriptor=theirs.fileno(),
-                function=function_path,
-                refuse=refuse_changes,
-                slower=slower,
-            )
-            self._process = subprocess.Popen(
-                # unbuffered: what a function prints before it hangs is what its author needs
-                [sys.executable, "-u", "-c", code],
-                stdin=given,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        self._background = Background()
-        self._starting: asyncio.Task[None] | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    async def ready(self) -> None:
-        """Raises RltoolError if it has not imported the function within START_SECONDS."""
-        if self._starting is None:
-            self._starting = self._background.start(self._connect(), "a reward worker starts", awaited=True)
-        await asyncio.shield(self._starting)
-
-    async def _connect(self) -> None:
-        self._streams = await asyncio.open_connection(sock=self._socket)
-        try:
-            answer = await self.receive(START_SECONDS)
-        except TimeoutError:
-            raise RltoolError(f"a reward worker did not import its function within {START_SECONDS:g} s") from None
-        if answer != READY:
-            reason = (
-                answer["unusable"]
-                if isinstance(answer, dict)
-                else f"it ended ({await self.end()}); its own output says why"
-            )
-            raise RltoolError(f"a reward worker did not start: {reason}")
-
-    async def send(self, frame: bytes) -> bool:
-        """False if it is gone."""
-        assert self._streams is not None
-        writer = self._streams[1]
-        try:
-            writer.write(LENGTH.pack(len(frame)))
-            writer.write(frame)
-            await writer.drain()
-        except ConnectionError:
-            return False
-        return True
-
-    async def receive(self, timeout: float) -> Any:
-        """Its next line; None if it is gone; TimeoutError."""
-        assert self._streams is not None
-        try:
-            async with asyncio.timeout(timeout):
-                line = await self._streams[0].readline()
-        except ConnectionError:
-            return None
-        return json.loads(line) if line.endswith(b"\n") else None
-
-    async def end(self) -> str:
-        """How it ended, for an error message."""
-        for _ in range(100):
-            if not self.alive:
-                break
-            await asyncio.sleep(0.01)
-        code = self._process.returncode
-        if code is None:
-            return "it closed its connection"
-        return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-
-    def kill(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-        if self._streams is not None:
-            self._streams[1].close()
-        else:
-            self._socket.close()
-        if self.alive:
-            with contextlib.suppress(ProcessLookupError):  # it ends by itself, too, and is reaped by a thread
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def gone(self, seconds: float) -> bool:
-        """Whether it has been reaped; waits so long for it."""
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
 
 def _pack(samples: list[Sample], texts: list[str]) -> tuple[list[bytes], dict[int, float | RewardFailure]]:

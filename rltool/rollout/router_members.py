@@ -14,15 +14,15 @@ a registration fails. So each look asks the router whom it has, and asks for wha
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, Member, State, Transition
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State, Transition
 from rltool.engines.fleet_state import QUIET
 from rltool.errors import EngineError, EngineUnreachable, TrainingStopped
 from rltool.router.workers import Worker
@@ -97,17 +97,16 @@ class _Registration:
 
 
 class RouterMembers:
-    """endpoints: of the fleet's members, a live view. away: engines that an earlier attempt may have left in the list,
+    """away: engines that an earlier attempt may have left in the list,
     and that are not in the fleet yet. on_refused: called once, with the error that ends the run, where `foreign` is
     "refuse". counts: added, removed, foreign, failures."""
 
     def __init__(
-        self, router: WorkerList, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], *, foreign: Foreign = "remove",
-        away: Collection[str] = (), on_refused: Callable[[TrainingStopped], None] = lambda error: None,
-        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
+        self, router: WorkerList, engines: EngineSet, *, foreign: Foreign = "remove", away: Collection[str] = (),
+        on_refused: Callable[[TrainingStopped], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        self._router, self._fleet, self._endpoints = router, fleet, endpoints
-        self._foreign, self._on_refused, self._log, self._clock = foreign, on_refused, log, clock
+        self._router, self._fleet, self._clock, self._log = router, engines.fleet, engines.clock, engines.log
+        self._foreign, self._on_refused = foreign, on_refused
         self.counts: Counter[str] = Counter()
         self.unreachable_since: float | None = None
         """When the router first gave no answer of those looks that are without one; None: it gave one at the last."""
@@ -195,9 +194,9 @@ class RouterMembers:
             self.counts["failures"] += 1
             why = await self._router.why_not_added(pending.job)
             self._say(f"router {self._router.url} has not taken {url} in {REGISTRATION_SECONDS:g} s: {why}")
-        endpoint = self._endpoints.get(url)
-        if endpoint is not None:
-            self._registrations[url] = _Registration(self._clock(), await self._router.add(endpoint))
+        engine = self._fleet.find(url)
+        if engine is not None:
+            self._registrations[url] = _Registration(self._clock(), await self._router.add(engine.endpoint))
             self.counts["added"] += 1
 
     async def _remove(self, worker: Worker) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rltool.engines.types import Completion, Drafts, RoutedExperts, VersionSpan
+from rltool.algorithms.fields import CODES, Field, Held, Record, held_fields, holds_columns, record, sample_columns
+from rltool.engines.types import Completion, Drafts, VersionSpan
 
 
 class SampleStatus(StrEnum):
@@ -29,33 +29,27 @@ class TurnReward:
     reward: float
 
 
-@dataclass
-class Sample:
+@holds_columns
+@record()
+class Sample(Record):
     """group_id is unique per (step, prompt); index counts samples within the group.
 
     response_ids, response_mask and response_logprobs have equal lengths. response_mask: 1 for tokens that the policy
     sampled, 0 for tokens inserted by an environment (their logprobs are 0.0). versions cover the response in order.
-    sampling_mask_ids, sampling_mask_counts ("i"): the tokens that top-p and top-k left to choose from, place after
-    place, and how many for each token of the response, 0 where its mask is 0; empty where sampling was not truncated.
+    What it holds of the table in algorithms/fields.py are attributes too, flat lists or arrays, empty where there is
+    nothing (Held): those of model.teacher, the tokens left to choose from, the experts that an engine chose.
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
     sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave
     at the end, None: [reward] does. turn_rewards: what single turns have earned besides, where anything says so; the
     reward is the sum of both. trajectory: an agent's episode may leave several samples, with one index and one reward;
-    numbered from 0. failure: why it is FAILED. teacher_logprobs: of model.teacher, one for each token of the response,
-    0.0 where its mask is 0; empty without one. teacher_topk_ids ("i"), teacher_topk_logprobs ("f"): of its K most
-    probable tokens in the place of each, token after token; -1 and -inf: none. baseline_reward: of a greedy response to
-    its prompt, where advantages are relative to that. train_metadata: what hooks, generate functions, environments,
-    agents and async rewards hand on to training, JSON by name; its numbers are TrainBatch.metadata. multimodal_inputs:
-    "image", "video" or "audio" -> what the row has of them, paths, URLs or base64 text, not decoded; empty without.
-    routed_experts ("B" or "h"): the experts that the engine's router chose for each token of prompt and response, in
-    each layer, token after token (engines.types.RoutedExperts); UNROUTED for what was never forwarded: the last token,
-    and what an environment appended behind the last reply. Those of the newest request, which has computed everything
-    before its own tokens, after a weight sync with the newer weights: of one forward pass, by the weights that are
-    closest to those in training. Empty: not asked for. cached_tokens: of the prompts of all its requests together,
-    those that engines found in their prefix caches; drafts: of speculative decoding, likewise; None where an engine
-    does not report them. tool_seconds: from replies of the policy to what it read next, as environments and agents
-    took them; None without. Generate functions may set it.
+    numbered from 0. failure: why it is FAILED. baseline_reward: of a greedy response to its prompt, where advantages
+    are relative to that. train_metadata: what hooks, generate functions, environments, agents and async rewards hand on
+    to training, JSON by name; its numbers are TrainBatch.metadata. multimodal_inputs: "image", "video" or "audio" ->
+    what the row has of them, paths, URLs or base64 text, not decoded; empty without. cached_tokens: of the prompts of
+    all its requests together, those that engines found in their prefix caches; drafts: of speculative decoding,
+    likewise; None where an engine does not report them. tool_seconds: from replies of the policy to what it read next,
+    as environments and agents took them; None without. Generate functions may set it.
     """
 
     group_id: int
@@ -70,8 +64,6 @@ class Sample:
     response_mask: list[int] = field(default_factory=list)
     response_logprobs: list[float] = field(default_factory=list)
     versions: list[VersionSpan] = field(default_factory=list)
-    sampling_mask_ids: array[int] = field(default_factory=lambda: array("i"))
-    sampling_mask_counts: array[int] = field(default_factory=lambda: array("i"))
     status: SampleStatus = SampleStatus.PENDING
     reward: float | None = None
     raw_reward: float | None = None
@@ -81,16 +73,23 @@ class Sample:
     turn_rewards: list[TurnReward] = field(default_factory=list)
     trajectory: int = 0
     failure: str = ""
-    teacher_logprobs: list[float] = field(default_factory=list)
-    teacher_topk_ids: array[int] = field(default_factory=lambda: array("i"))
-    teacher_topk_logprobs: array[float] = field(default_factory=lambda: array("f"))
     baseline_reward: float | None = None
     train_metadata: dict[str, Any] = field(default_factory=dict)
     multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
-    routed_experts: array[int] = field(default_factory=lambda: array("B"))
     cached_tokens: int | None = None
     drafts: Drafts | None = None
     tool_seconds: float | None = None
+
+    if TYPE_CHECKING:  # columns of the table
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sample):
+            return NotImplemented
+        return all(getattr(self, item.name) == getattr(other, item.name) for item in fields(self))
 
     def append_response_tokens(self, completion: Completion) -> None:
         """Append what the engine sampled; version spans are shifted behind what is already there."""
@@ -100,16 +99,34 @@ class Sample:
         self.response_mask.extend([1] * len(completion.token_ids))
         self.response_logprobs.extend(completion.logprobs)
         self.versions.extend(VersionSpan(v.version, v.start + shift, v.end + shift) for v in completion.versions)
-        if completion.sampling_mask is not None:
-            self._append_unmasked(shift)
-            self.sampling_mask_ids.extend(completion.sampling_mask.ids)
-            self.sampling_mask_counts.extend(completion.sampling_mask.counts)
         self.status = {"stop": SampleStatus.COMPLETED, "length": SampleStatus.TRUNCATED, "abort": SampleStatus.ABORTED}[
             completion.finish_reason
         ]
-        routed = completion.routed_experts
-        self.routed_experts = array("B") if routed is None else routed.padded(self.num_tokens)
+        for name, (item, held) in held_fields().items():
+            if held.comes != "later":
+                self._take(name, item, held, completion.brought(name), shift)
         self.validate()
+
+    def _take(self, name: str, item: Field, held: Held, brought: Any, shift: int) -> None:
+        """What a completion whose tokens begin at `shift` of the response has brought of a field; None: nothing."""
+        *_, column = held.columns(name)
+        if held.comes == "newest":
+            setattr(self, name, column.empty() if brought is None else brought.padded(self.num_tokens))
+        elif held.counted and brought is not None:
+            self._fill(item, held, getattr(self, column.name), shift)
+            getattr(self, f"{name}_ids").extend(brought.ids)
+            getattr(self, column.name).extend(brought.counts)
+        elif brought is not None:
+            values = getattr(self, name)
+            if not any(self.response_mask[:shift]):  # else tokens that were sampled lack it
+                self._fill(item, held, values, shift * (len(brought) // max(len(self.response_ids) - shift, 1)))
+            values.extend(brought)
+
+    def _fill(self, item: Field, held: Held, values: Any, length: int) -> None:
+        """Up to this length, for tokens that were not sampled: a counted field has 0 of them there."""
+        code = getattr(values, "typecode", None)
+        value = 0 if held.counted else item.filler(CODES[code] if code else item.dtypes[0])
+        values.extend([value] * (length - len(values)))
 
     def _count(self, completion: Completion, *, is_first: bool) -> None:
         """A sum that lacks one of its parts would be taken for the whole."""
@@ -121,29 +138,26 @@ class Sample:
 
     def append_environment_tokens(self, token_ids: list[int]) -> None:
         """Append tokens that the policy did not sample (tool output, a next user turn): no loss, no log-probability."""
-        if self.routed_experts:
-            routed = RoutedExperts(self.routed_experts, len(self.routed_experts) // self.num_tokens)
-            self.routed_experts = routed.padded(self.num_tokens + len(token_ids))
+        for name, (item, held) in held_fields().items():
+            *_, column = held.columns(name)
+            values = getattr(self, column.name)
+            if values and held.comes != "later":
+                if held.comes == "newest":  # a checkpoint's copy of the sample has the same array
+                    setattr(self, name, values := values[:])
+                a_token = len(values) // (self.num_tokens if held.over == "sequence" else len(self.response_ids))
+                self._fill(item, held, values, len(values) + a_token * len(token_ids))
         self.response_ids.extend(token_ids)
         self.response_mask.extend([0] * len(token_ids))
         self.response_logprobs.extend([0.0] * len(token_ids))
-        if self.sampling_mask_counts:
-            self._append_unmasked(len(self.response_ids))
         self.validate()
-
-    def _append_unmasked(self, length: int) -> None:
-        """Tokens that were not sampled, up to this length of the response, have nothing to choose from."""
-        self.sampling_mask_counts.extend([0] * (length - len(self.sampling_mask_counts)))
 
     def clear(self) -> None:
         """Forget the response: the sample is PENDING again."""
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
         self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
-        self.sampling_mask_ids, self.sampling_mask_counts = array("i"), array("i")
-        self.teacher_logprobs, self.baseline_reward = [], None
-        self.teacher_topk_ids, self.teacher_topk_logprobs = array("i"), array("f")
-        self.train_metadata = {}
-        self.routed_experts = array("B")
+        self.baseline_reward, self.train_metadata = None, {}
+        for column in sample_columns().values():
+            setattr(self, column.name, column.empty())
         self.cached_tokens = self.drafts = self.tool_seconds = None
 
     def fail(self, reason: str) -> None:
@@ -179,26 +193,7 @@ class Sample:
                 f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.response_mask)} mask entries, "
                 f"{len(self.response_logprobs)} log-probabilities"
             )
-        if self.teacher_logprobs and len(self.teacher_logprobs) != n:
-            raise ValueError(
-                f"sample {self.group_id}/{self.index}: {n} tokens, {len(self.teacher_logprobs)} log-probabilities of "
-                "the teacher"
-            )
-        places = len(self.teacher_topk_ids)
-        if places != len(self.teacher_topk_logprobs) or (places and (n == 0 or places % n)):
-            raise ValueError(
-                f"sample {self.group_id}/{self.index}: {n} tokens, {places} most probable tokens of the teacher, "
-                f"{len(self.teacher_topk_logprobs)} log-probabilities of these"
-            )
-        if len(self.sampling_mask_counts) not in (0, n):
-            raise ValueError(
-                f"sample {self.group_id}/{self.index}: {n} tokens, sampling masks for {len(self.sampling_mask_counts)}"
-            )
-        if len(self.routed_experts) % max(self.num_tokens, 1):
-            raise ValueError(
-                f"sample {self.group_id}/{self.index}: {self.num_tokens} tokens of prompt and response, "
-                f"{len(self.routed_experts)} experts of these"
-            )
+        self._check_columns()
         last = 0
         for span in self.versions:
             if not last <= span.start <= span.end <= n:
@@ -214,3 +209,17 @@ class Sample:
                     "before it"
                 )
             last = turn.end
+
+    def _check_columns(self) -> None:
+        rows: dict[str, int] = {}
+        for name, (item, held) in held_fields().items():
+            if item.of == "ragged":
+                continue
+            *_, column = held.columns(name)
+            found = len(getattr(self, column.name))
+            tokens = self.num_tokens if held.over == "sequence" else len(self.response_ids)
+            whole = found % tokens == 0 if item.row and not held.counted and tokens else found in (0, tokens)
+            if not whole or rows.setdefault(item.row or name, found) != found:
+                of = "tokens of prompt and response" if held.over == "sequence" else "tokens"
+                has = f"{held.what} for {found}" if held.counted else f"{found} {held.what}"
+                raise ValueError(f"sample {self.group_id}/{self.index}: {tokens} {of}, {has}")

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 from rltool.processes.tasks import all_of
@@ -33,15 +32,12 @@ LOOK_SECONDS = 0.5
 
 
 class Scores:
-    """Owned by one event loop. fleet, endpoints: of the model's engines, live views. at_once: requests in flight;
-    deadline: seconds for one of them (deadlines.generate), and for an engine to serve."""
+    """Owned by one event loop. engines: the model's. at_once: requests in flight; deadline: seconds for one of them
+    (deadlines.generate), and for an engine to serve."""
 
-    def __init__(
-        self, name: str, client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], *, at_once: int,
-        deadline: float, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._name, self._client, self._fleet, self._endpoints = name, client, fleet, endpoints
-        self._slots, self._deadline, self._clock = asyncio.Semaphore(at_once), deadline, clock
+    def __init__(self, name: str, engines: EngineSet, *, at_once: int, deadline: float) -> None:
+        self._name, self._client, self._fleet, self._clock = name, engines.client, engines.fleet, engines.clock
+        self._slots, self._deadline = asyncio.Semaphore(at_once), deadline
         self._in_flight: Counter[str] = Counter()
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
@@ -59,7 +55,7 @@ class Scores:
         )
 
     async def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> tuple[float, ...]:
-        """One for each label of a classifier; see Dialect.classify. Errors of `_answer`, and UsageError."""
+        """One for each label of a classifier; see Inspects.classify. Errors of `_answer`, and UsageError."""
         return await self._answer(
             lambda engine: self._client.classify(
                 engine, token_ids, use_activation=use_activation, timeout=self._deadline
@@ -74,10 +70,11 @@ class Scores:
             failed: list[str] = []
             last: EngineError | None = None
             for _ in range(ATTEMPTS):
-                url, sent_at = await self._serving(failed), self._clock()
+                engine, sent_at = await self._serving(failed), self._clock()
+                url = engine.url
                 self._in_flight[url] += 1
                 try:
-                    found = await ask(self._endpoints[url])
+                    found = await ask(engine.endpoint)
                 except EngineRejected:
                     raise
                 except EngineError as error:
@@ -93,17 +90,17 @@ class Scores:
                 f"model {self._name}: {what} was given up after {ATTEMPTS} failures; last failure: {last}"
             ) from last
 
-    async def _serving(self, failed: Sequence[str]) -> str:
+    async def _serving(self, failed: Sequence[str]) -> Member:
         """The engine with the fewest requests; one that has failed on these tokens only if it is alone."""
         ends = self._clock() + self._deadline
-        while not (urls := self._fleet.serving()):
+        while not (there := self._fleet.members(State.READY)):
             if self._clock() >= ends:
                 raise EngineUnreachable(
                     f"no engine of model {self._name} has served for deadlines.generate = {self._deadline:g} s; look "
                     "at its log, and start it again"
                 )
             await asyncio.sleep(LOOK_SECONDS)
-        return min(urls, key=lambda url: (url in failed, self._in_flight[url]))
+        return min(there, key=lambda engine: (engine.url in failed, self._in_flight[engine.url]))
 
 
 async def add_teacher_logprobs(

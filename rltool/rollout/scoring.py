@@ -78,9 +78,16 @@ def load_hook(config: RolloutConfig) -> GroupHook | None:
     return named(function, f"rollout.group_hook = {config.group_hook!r}")
 
 
+@dataclass(frozen=True)
+class FailureLimit:
+    """How many rewards may fail: this fraction of a batch's samples, of which there are `batch_samples` >= 1."""
+
+    fraction: float = 1.0
+    batch_samples: int = 1
+
+
 class Scorer:
-    """Scores groups one by one, side by side. max_failure_fraction: of a batch's samples, `batch_samples` >= 1 of
-    them."""
+    """Scores groups one by one, side by side. function: what messages call the reward function."""
 
     def __init__(
         self,
@@ -90,13 +97,12 @@ class Scorer:
         group_filter: GroupFilter | None = None,
         group_hook: GroupHook | None = None,
         group_reward: RewardsTogether | None = None,
-        max_failure_fraction: float = 1.0,
-        batch_samples: int = 1,
+        may_fail: FailureLimit = FailureLimit(),
         function: str = "the reward function",
     ) -> None:
         self._rewards, self._decode, self._filter, self._hook = rewards, decode, group_filter, group_hook
         self._group_reward = group_reward
-        self._max_failure_fraction, self._batch_samples, self._function = max_failure_fraction, batch_samples, function
+        self._may_fail, self._function = may_fail, function
         self.stats = ScoreStats()
 
     async def rewards_of(self, samples: list[Sample]) -> ScoreStats:
@@ -211,10 +217,10 @@ class Scorer:
 
         The share is of a batch at least: an asynchronous run may have scored a single group since the last one.
         """
-        if self.stats.failed / max(self.stats.scored, self._batch_samples) > self._max_failure_fraction:
+        if self.stats.failed / max(self.stats.scored, self._may_fail.batch_samples) > self._may_fail.fraction:
             raise TrainingStopped(
                 f"{self.stats.describe()}. That is above reward.max_failure_fraction = "
-                f"{self._max_failure_fraction:g}: check {self._function}"
+                f"{self._may_fail.fraction:g}: check {self._function}"
             )
 
     def _add(self, more: ScoreStats) -> None:

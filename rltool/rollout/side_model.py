@@ -13,6 +13,7 @@ from pathlib import Path
 from rltool.config.serve import Task
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import EngineInfo
 from rltool.rollout.data_plane import DataPlane
@@ -45,34 +46,26 @@ class SideModel:
         restart: Callable[[str], Awaitable[None]] | None, log: Callable[[str], None],
     ) -> None:  # fmt: skip
         self.name, self.from_disk = name, engines.from_disk
-        self._engines = engines
-        self.fleet = Fleet()
-        self.endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
-        self.infos = dict(engines.infos)
-        for url in self.endpoints:
-            self.fleet.add(url, takes_weights=False)
-            self.fleet.probe_succeeded(url, sent_at=self.fleet.member(url).since, boot_id=self.infos[url].boot_id)
+        self._found = engines
+        self.engines = EngineSet(Fleet(), client, log=lambda line: log(f"model {name}: {line}"))
+        self.fleet = self.engines.fleet
+        for endpoint in engines.endpoints:
+            self.fleet.add_probed(endpoint, engines.infos[endpoint.url], takes_weights=False)
         self.fleet.take_transitions()
         plane = DataPlane(
-            client, self.fleet, self.endpoints, router=engines.router, requests_per_engine=requests_per_engine,
-            deadline=deadline,
-        )  # fmt: skip
+            self.engines, router=engines.router, requests_per_engine=requests_per_engine, deadline=deadline
+        )
         self.generate = plane.generate
-        self._scores = Scores(
-            name, client, self.fleet, self.endpoints, at_once=requests_per_engine * len(self.endpoints),
-            deadline=deadline,
-        )  # fmt: skip
-        self.monitor = FleetMonitor(
-            client, self.fleet, self.endpoints, self.infos, restart=restart, on_change=plane.changed,
-            log=lambda line: log(f"model {name}: {line}"), serves=engines.task,
-        )  # fmt: skip
+        at_once = requests_per_engine * len(engines.endpoints)
+        self._scores = Scores(name, self.engines, at_once=at_once, deadline=deadline)
+        self.monitor = FleetMonitor(self.engines, restart=restart, on_change=plane.changed, serves=engines.task)
 
     async def start(self) -> ModelClient:
         """The client for functions; reads the tokenizer. UsageError where there is none at its path."""
-        path = self._engines.path
+        path = self._found.path
         tokenizer = await asyncio.to_thread(load_tokenizer, path) if path is not None else None
         self.monitor.start()
-        classify = self._scores.classify if self._engines.task == "classify" else None
+        classify = self._scores.classify if self._found.task == "classify" else None
         return ModelClient(
             self.name, self.generate, tokenizer, self._scores.score, self._scores.score_topk, classify=classify,
             serves=lambda: bool(self.fleet.serving()),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from rltool.algorithms.fields import held_fields
 from rltool.rollout import dump
 from rltool.rollout.collector import Collector
 from rltool.rollout.groups import Group, GroupState, new_samples
@@ -77,10 +78,9 @@ def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) 
 
 
 def _as_it_is(sample: Sample) -> Sample:
-    growing = (
-        "response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards", "sampling_mask_ids",
-        "sampling_mask_counts",
-    )  # fmt: skip
+    growing = ["response_ids", "response_mask", "response_logprobs", "versions", "turn_rewards"]
+    for name, (_, held) in held_fields().items():
+        growing += [column.name for column in held.columns(name) if held.comes == "appended"]
     copied: dict[str, Any] = {name: getattr(sample, name)[:] for name in growing}
     return replace(sample, **copied, train_metadata=dict(sample.train_metadata))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from rltool.engines.types import Completion, GenerateRequest, VersionSpan
+from rltool.engines.types import Completion, GenerateRequest
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -38,12 +38,4 @@ def cut_at_stop(completion: Completion, request: GenerateRequest, decode: Decode
     if not holds_stop(size):
         return completion
     end = 1 + bisect_left(range(1, size + 1), True, key=holds_stop)
-    versions = tuple(
-        VersionSpan(span.version, span.start, min(span.end, end)) for span in completion.versions if span.start < end
-    )
-    mask, experts = completion.sampling_mask, completion.routed_experts
-    return Completion(
-        completion.token_ids[:end], completion.logprobs[:end], "stop", versions,
-        sampling_mask=None if mask is None else mask.first(end),
-        routed_experts=None if experts is None else experts.without_last(size - end),
-    )  # fmt: skip
+    return completion.first(end)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rltool.config.router import RouterConfig
 from rltool.config.serve import POLICY
+from rltool.engines.dialects import ROUTER, dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, files_in, resolve
 from rltool.engines.plan import router_role
 from rltool.engines.sync_client import probe, send
@@ -123,7 +124,7 @@ class RouterLaunch:
     @property
     def endpoint(self) -> EngineEndpoint:
         url = http_url(self.config.host, self.config.port)
-        return EngineEndpoint(url=url, dialect="sglang", key_file=self.key_file)
+        return EngineEndpoint(url=url, dialect=ROUTER, key_file=self.key_file)
 
     def start(self, group: ProcessGroup, *, log: Path | None = None) -> RunningProcess:
         """It knows no worker yet. log: see spawn.start."""
@@ -201,7 +202,7 @@ def running_router(run: RunDirectory, name: str = POLICY) -> EngineEndpoint:
     if state is None or state.url is None or not is_alive(state):
         raise UsageError(f"run {run.name} has no running router: start one with `rltool router --run {run.name}`")
     key_file = Path(state.argv[state.argv.index("--key-file") + 1])
-    return EngineEndpoint(url=state.url, dialect="sglang", key_file=key_file)
+    return EngineEndpoint(url=state.url, dialect=ROUTER, key_file=key_file)
 
 
 def _count(engines: Sequence[EngineEndpoint]) -> str:
@@ -231,9 +232,11 @@ def _probed(
     ):
         infos = list(pool.map(ask, engines))
     for engine, info in zip(engines, infos, strict=True):
-        if info.dialect == "vllm" and not info.plugin:
+        speaks = dialect(info.dialect, plugin=info.plugin)
+        if not speaks.routable:
+            plugin = " without rltool's plugin" if speaks.with_plugin and not info.plugin else ""
             raise UsageError(
-                f"{engine.url} is a vLLM server without rltool's plugin, so it cannot answer the router's /generate: "
+                f"{engine.url} is a {speaks.label} server{plugin}, so it cannot answer the router's /generate: "
                 "give it to train directly (--rollout-external), or start it with `rltool serve-engines`"
             )
     return [engine.model_copy(update={"dialect": info.dialect}) for engine, info in zip(engines, infos, strict=True)]

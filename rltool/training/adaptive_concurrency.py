@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
-from rltool.engines.client import EngineClient
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State
 from rltool.engines.types import EngineLoad
 from rltool.rollout.concurrency import ConcurrencyController
 from rltool.rollout.data_plane import DataPlane
@@ -16,13 +14,10 @@ LOAD_SECONDS = 1.0
 """How often engines are asked for their load."""
 
 
-async def adapt_concurrency(
-    client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint], plane: DataPlane,
-    controller: ConcurrencyController,
-) -> None:  # fmt: skip
+async def adapt_concurrency(engines: EngineSet, plane: DataPlane, controller: ConcurrencyController) -> None:
     """Once, by the engines' own queues and KV caches."""
-    serving = fleet.serving()
-    replies = await asyncio.gather(*(client.load(endpoints[url]) for url in serving), return_exceptions=True)
+    serving = [member.endpoint for member in engines.fleet.members(State.READY)]
+    replies = await asyncio.gather(*map(engines.client.load, serving), return_exceptions=True)
     loads = [reply for reply in replies if isinstance(reply, EngineLoad)]
     controller.observe(loads, in_flight=plane.in_flight)
     if serving:

@@ -103,27 +103,27 @@ def estimate_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor
     samples.
     """
     lengths, mask = batch.lengths, batch.loss_mask
-    name = algorithm.advantage
-    if algorithm.own_advantage:
-        return _own_advantages(batch, algorithm)
-    if name == "distill":
+    chosen = algorithm.advantage
+    if chosen.kind == "own":
+        return _own_advantages(batch, algorithm, chosen.function)
+    if chosen.kind == "distill":
         return _distillation(batch)
-    if name == "none":
+    if chosen.kind == "none":
         return torch.zeros_like(mask)
-    if name == "reinforce_pp":
+    if chosen.kind == "reinforce_pp":
         batch = _with_rewards_by_turn(batch, algorithm)
         return advantages.reinforce_pp_advantages(
-            batch.rewards, batch.token_rewards, lengths, mask, gamma=algorithm.gamma
+            batch.rewards, batch.token_rewards, lengths, mask, gamma=chosen.gamma
         )
-    if name == "reinforce_pp_baseline":
+    if chosen.kind == "reinforce_pp_baseline":
         return advantages.reinforce_pp_baseline_advantages(
-            batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=algorithm.gamma,
+            batch.rewards, batch.group_ids, batch.token_rewards, lengths, mask, gamma=chosen.gamma,
             episode_ids=batch.episode_ids,
         )  # fmt: skip
-    if algorithm.credit == "turn" and batch.turns is not None:
-        found = _turn_returns(batch, batch.token_rewards, gamma=algorithm.turn_gamma)
+    if chosen.kind == "grpo" and chosen.credit == "turn" and batch.turns is not None:
+        found = _turn_returns(batch, batch.token_rewards, gamma=chosen.turn_gamma)
         return turns.turn_advantages(
-            found, mask, normalize_std=algorithm.normalize_std, std_over=algorithm.normalize_std_over
+            found, mask, normalize_std=chosen.normalize_std, std_over=chosen.normalize_std_over
         )
     return broadcast_to_tokens(_sample_advantages(batch, algorithm), lengths, mask)
 
@@ -138,7 +138,7 @@ def _turn_returns(batch: TrainBatch, token_rewards: Tensor | None, *, gamma: flo
 
 def _with_rewards_by_turn(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
     """With credit per turn: the rewards at the ends of the turns that have earned them, as rewards of tokens."""
-    if algorithm.credit != "turn" or batch.turns is None:
+    if not algorithm.credits_turns or batch.turns is None:
         return batch
     earned = turns.returns_as_token_rewards(_turn_returns(batch, None, gamma=1.0), batch.lengths)
     penalty = 0.0 if batch.token_rewards is None else batch.token_rewards
@@ -150,7 +150,7 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     its group, with the mean of their rewards (which differ by token_rewards alone) and all their tokens."""
     if algorithm.uses_reward_parts:
         return _of_reward_parts(batch)
-    if algorithm.advantage == "remax":
+    if algorithm.advantage.kind == "remax":
         return advantages.remax_advantages(batch.sample_rewards(), _present(batch, "baselines"))
     rewards, groups = batch.sample_rewards(), batch.group_ids
     sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
@@ -177,10 +177,11 @@ def _of_reward_parts(batch: TrainBatch) -> Tensor:
 
 def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """rewards, groups, sampled (tokens): [E], one entry an episode. Returns [E]."""
-    match algorithm.advantage:
+    chosen = algorithm.advantage
+    match chosen.kind:
         case "grpo":
             return advantages.group_advantages(
-                rewards, groups, normalize_std=algorithm.normalize_std, std_over=algorithm.normalize_std_over
+                rewards, groups, normalize_std=chosen.normalize_std, std_over=chosen.normalize_std_over
             )
         case "rloo":
             return advantages.rloo_advantages(rewards, groups)
@@ -188,7 +189,7 @@ def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: Algo
             return advantages.gpg_advantages(rewards, groups)
         case "opo":
             return advantages.opo_advantages(rewards, groups, sampled)
-    raise ValueError(f"no estimator of advantages named {algorithm.advantage!r}")
+    raise ValueError(f"no estimator of advantages named {chosen.kind!r}")
 
 
 def _distillation(batch: TrainBatch) -> Tensor:
@@ -204,8 +205,9 @@ def _critic_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> tuple[T
     rewards = at_last_loss_token(batch.rewards, lengths, mask)
     if batch.token_rewards is not None:
         rewards = rewards + batch.token_rewards
-    values = _present(batch, "values")
-    estimated, targets = gae.gae(rewards, values, lengths, mask, gamma=algorithm.gamma, lam=algorithm.gae_lambda)
+    values, chosen = _present(batch, "values"), algorithm.advantage
+    assert chosen.kind == "gae"
+    estimated, targets = gae.gae(rewards, values, lengths, mask, gamma=chosen.gamma, lam=chosen.gae_lambda)
     metrics = {
         "train/value_mean": _mean(values[mask > 0]),
         "train/explained_variance": gae.explained_variance(values, targets, mask),
@@ -217,7 +219,7 @@ def whitens(algorithm: AlgorithmConfig) -> bool:
     """whiten_advantages, with None resolved to what the estimator's paper does."""
     if algorithm.whiten_advantages is not None:
         return algorithm.whiten_advantages
-    return algorithm.advantage in ("reinforce_pp", "reinforce_pp_baseline", "gae")
+    return algorithm.advantage.kind in ("reinforce_pp", "reinforce_pp_baseline", "gae")
 
 
 def with_corrections(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
@@ -281,15 +283,15 @@ def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
     return batch.replace(token_rewards=penalty), {"train/kl": _mean(estimate)}
 
 
-def _own_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
-    function = load_callable(algorithm.advantage, setting="algorithm.advantage")
-    with calling(f"algorithm.advantage = {algorithm.advantage!r}", function):
+def _own_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, path: str) -> Tensor:
+    function = load_callable(path, setting="algorithm.advantage")
+    with calling(f"algorithm.advantage = {path!r}", function):
         values = function(batch, algorithm)
     shapes = ((batch.num_samples,), tuple(batch.tokens.shape))
     if not isinstance(values, Tensor) or tuple(values.shape) not in shapes:
         found = f"a tensor of shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
         raise ContractViolation(
-            f"algorithm.advantage = {algorithm.advantage!r} returned {found}, expected one value per sample "
+            f"algorithm.advantage = {path!r} returned {found}, expected one value per sample "
             f"{shapes[0]} or per token {shapes[1]}"
         )
     if tuple(values.shape) == shapes[0]:

@@ -191,7 +191,7 @@ class Checkpointer:
             try:
                 complete.append(Kept(directories.step_of(path), self._value(path)))
             except (RltoolError, OSError) as error:  # it is just being moved away
-                self._warn(SaveFailed(f"checkpoint {path} is not looked at: {error}"))
+                self._console.print(f"warning: checkpoint {path} is not looked at: {error}", style="yellow")
         pointed = directories.pointed_at(self._directory)
         protected = {directories.step_of(pointed)} if pointed is not None else set()
         if self._awaited is not None:

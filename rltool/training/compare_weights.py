@@ -23,15 +23,16 @@ from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
 from rltool.engines.checksums import Compared, compare, with_ranks
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects import dialect, inspects
 from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
-from rltool.models.base import Family
+from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.models.hf_directory import HFTensors
 from rltool.models.registry import family_for, read_hf_config
 from rltool.training.preflight import with_model_config
-from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.parameter_layout import ParameterLayout, layout_of, why_no_checksums
 from rltool.weights.tolerances import check_tolerance
 from rltool.weights.verdict import Sampled, Verdict, verdict
@@ -80,7 +81,8 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
         if isinstance(layout, str):
             parameters: Compared | str = layout
         else:
-            implied = await asyncio.to_thread(checksums_of_directory, directory, family, layout)
+            plan = full_plan(family, getattr(torch, dtype))
+            implied = await asyncio.to_thread(checksums_of_directory, directory, plan, layout)
             parameters = compare(checksums, with_ranks(checksums, implied))
         allowed = check_tolerance(tolerance, "float32", info.dtype, info.device)
         return verdict(parameters, samples, await score(samples), allowed)
@@ -124,17 +126,17 @@ async def _with_engine(
 
 
 def _alike(info: EngineInfo, other: EngineInfo) -> bool:
-    """Whether equal parameters have equal digests: SGLang's are of another kind on a GPU."""
-    if info.dialect == "sglang" and info.device != other.device:
+    """Whether equal parameters have equal digests."""
+    if inspects(info.dialect).digests_by_device and info.device != other.device:
         return False
     return (info.dialect, info.dtype) == (other.dialect, other.dtype)
 
 
-def checksums_of_directory(directory: Path, family: Family, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
+def checksums_of_directory(directory: Path, plan: ExportPlan, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
     """An engine's digests of its parameters for the tensors of a Hugging Face directory."""
     with HFTensors(directory) as tensors:
-        names = sorted(tensors.names)
-        return implied_checksums(rules_of(family), names, ((name, tensors.read(name)) for name in names), layout)
+        names = (meta.name for meta in plan.tensors)
+        return implied_checksums(plan, ((name, tensors.read(name)) for name in names), layout)
 
 
 async def _probed(client: EngineClient, engine: EngineEndpoint, timeout: float) -> tuple[EngineEndpoint, EngineInfo]:
@@ -144,8 +146,8 @@ async def _probed(client: EngineClient, engine: EngineEndpoint, timeout: float) 
     engine = engine.probed(info)
     if not samples_alone(engine):
         raise UsageError(
-            f"{engine.url} is a {engine.role} engine of SGLang, which samples only together with another: a run "
-            "compares both with its trainer (`rltool debug weights --run NAME`)"
+            f"{engine.url} is a {engine.role} engine of {dialect(info.dialect).label}, which samples only together "
+            "with another: a run compares both with its trainer (`rltool debug weights --run NAME`)"
         )
     return engine, with_model_config(info)
 

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
+from rltool.config.engine_rules import halves_fault
+from rltool.config.serve import POLICY
+from rltool.config.train import TrainConfig
+from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HALVES
 from rltool.errors import UsageError
@@ -15,24 +19,25 @@ def check_halves(
     """roles, kinds: of the engines that the policy is sampled from. router: whether requests go through one.
     pause_mode: weights.pause_mode; None: they are not synced. UsageError for what a run cannot do with them; nothing
     where all are regular."""
-    if not set(roles) - {"regular"}:
-        return
-    if set(roles) != HALVES:
+    why = halves_fault(roles, kinds, pause_mode=pause_mode)
+    if why is not None:
+        raise UsageError(why)
+    if set(roles) - {"regular"}:
+        _check_router(kinds, router=router)
+
+
+def check_groups(config: TrainConfig) -> None:
+    """The same of the router, for engines that the run starts itself."""
+    policy = [group for group in config.engines.groups if group.model == POLICY and group.role in HALVES]
+    _check_router([group.engine for group in policy], router=config.engines.start_router)
+
+
+def _check_router(kinds: Iterable[str | None], *, router: bool) -> None:
+    in_turn = [dialect(kind).label for kind in kinds if kind is not None and dialect(kind).pairing == "in_turn"]
+    if router and in_turn:
         raise UsageError(
-            f"engines of role {' and '.join(sorted(set(roles)))}: prefill and decode go together, without regular ones"
-        )
-    if len(set(kinds)) > 1:
-        raise UsageError("prefill and decode engines are all vLLM's or all SGLang's: their caches are not alike")
-    if router and "vllm" in kinds:
-        raise UsageError(
-            "a router and vLLM's prefill and decode engines contradict each other: rltool makes both calls itself, at "
-            "the engines; leave the router out"
-        )
-    if pause_mode not in (None, "auto", "abort"):
-        raise UsageError(
-            f'weights.pause_mode = "{pause_mode}" with prefill and decode engines: a KV cache of old weights would be '
-            'used after a sync; set weights.pause_mode = "abort", with which the tokens so far are kept, and their '
-            'cache is computed anew, or leave it at "auto"'
+            f"a router and {in_turn[0]}'s prefill and decode engines contradict each other: rltool makes both calls "
+            "itself, at the engines; leave the router out"
         )
 
 

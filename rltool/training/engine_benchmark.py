@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rltool.engines.client import EngineClient
 from rltool.engines.dialect import PauseMode
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
 
 
@@ -63,7 +63,7 @@ async def simulate_sync(
         async def each(act: str) -> None:
             calls = []
             for engine in engines:
-                speaks = dialect(engine.dialect or "", plugin=engine.plugin)
+                speaks = controls(engine.dialect or "", plugin=engine.plugin)
                 requests = speaks.pause(modes[engine.url]) if act == "pause" else speaks.resume()
                 calls.append(client.run(engine, requests, timeout=timeout))
             results = await asyncio.gather(*calls, return_exceptions=True)

@@ -3,38 +3,30 @@ until the next one begins. Rollouts are never sampled from them, and syncs of th
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-
 from rltool.config.train import TrainConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, FleetPolicy
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.run_client import EngineStatus
 from rltool.errors import EngineError
+from rltool.rollout.lease import LeaseTerms
 from rltool.rollout.versions import VersionBook
 from rltool.training.policy_engines import EngineHooks, PolicyEngines
-from rltool.training.rollout_engines import Engines, Syncing
+from rltool.training.rollout_engines import Engines
+from rltool.weights.connections import Trainer
 from rltool.weights.sync_report import SyncReport
 
 
 class EvaluationEngines:
-    """`start` first, `close` last. policy: thresholds of the fleet, None for its own. lock: held while any weight sync
-    of the run goes on."""
+    """`start` first, `close` last. The arguments are those of PolicyEngines, of a fleet and a book of their own."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, client: EngineClient, *, syncing: Syncing, vocab_size: int,
-        policy: FleetPolicy | None, lock: asyncio.Lock, hooks: EngineHooks, say: Callable[[str], None],
-        clock: Callable[[], float],
+        self, config: TrainConfig, found: Engines, engines: EngineSet, book: VersionBook, *, trainer: Trainer,
+        lease: LeaseTerms | None, hooks: EngineHooks,
     ) -> None:  # fmt: skip
-        def say_whose(line: str) -> None:
-            say(f"evaluation: {line}")
-
         alone = config.engines.model_copy(update={"min_serving": 1})
         self._members = PolicyEngines(
-            config.model_copy(update={"engines": alone}), engines, client,
-            Fleet(policy, clock=clock), VersionBook(syncing.lineage), syncing=syncing, vocab_size=vocab_size, lock=lock,
-            hooks=hooks, say=say_whose, clock=clock,
+            config.model_copy(update={"engines": alone}), found, engines, book, trainer=trainer, lease=lease,
+            hooks=hooks,
         )  # fmt: skip
         self.plane, self.ownership = self._members.plane, self._members.ownership
         self.check = self._members.guard.check
@@ -61,7 +53,8 @@ class EvaluationEngines:
         reason for failures."""
         await self._members.membership.close()
         failures = {}
-        for url in [url for url in self._members.endpoints if url not in self.ownership.ceded]:
+        urls = [member.url for member in self._members.fleet.members()]
+        for url in [url for url in urls if url not in self.ownership.ceded]:
             try:
                 assert self._members.weights is not None
                 await self._members.weights.leave_engine(url)

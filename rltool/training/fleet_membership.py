@@ -12,24 +12,22 @@ weight sync is in progress it leaves after that. Whoever says `remove` is answer
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rltool.config.train import TrainConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.fleet import Fleet, Member, State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
 from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineConflict, EngineError, EngineRejected, EngineUnreachable, UnknownEngine, UsageError
 from rltool.processes.tasks import Background
 from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.fleet_monitor import FleetMonitor
 from rltool.training.disaggregated import check_role
 from rltool.training.preflight import ProbedFleet, check_engines
 from rltool.training.routing_replay import check_rollout_engines
+from rltool.training.weight_updates import Oversight, WeightUpdates
 
 DRAIN_POLL_SECONDS = 0.2
 """How often an engine that leaves is looked at: a look is a number in memory, behind a router one small request."""
@@ -60,26 +58,19 @@ class _Departure:
 
 
 class FleetMembership:
-    """endpoints, infos: of the members by URL, shared with monitor, data plane and sync. router: None or the address
-    that generation goes through. trainer_device: cpu or cuda; None: nobody sends weights. lock: held while a weight
-    sync runs. admit: leases an engine that is about to join; EngineConflict if it is another's.
-    leave_group: takes an engine out of its transfer group (and what else it holds for this run); EngineError is
-    reported. log: one line for the user."""
+    """weights None: nobody sends any."""
 
     def __init__(
-        self, config: TrainConfig, client: EngineClient, fleet: Fleet,
-        endpoints: MutableMapping[str, EngineEndpoint], infos: MutableMapping[str, EngineInfo],
-        monitor: FleetMonitor, plane: DataPlane, *, router: EngineEndpoint | None, trainer_device: str | None,
-        lock: asyncio.Lock, admit: Callable[[str], Awaitable[None]], leave_group: Callable[[str], Awaitable[None]],
-        log: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, config: TrainConfig, engines: EngineSet, oversight: Oversight, plane: DataPlane,
+        weights: WeightUpdates | None,
     ) -> None:  # fmt: skip
-        self._config, self._client, self._fleet = config, client, fleet
-        self._endpoints, self._infos, self._monitor, self._plane = endpoints, infos, monitor, plane
-        self._router, self._lock = router, lock
-        self._trainer_device = trainer_device
-        self._admit, self._leave_group, self._log, self._clock = admit, leave_group, log, clock
-        self._background = Background(lambda failure: log(str(failure)))
+        self._config, self._client, self._fleet = config, engines.client, engines.fleet
+        self._clock, self._log = engines.clock, engines.log
+        self._monitor, self._ownership = oversight.monitor, oversight.ownership
+        self._plane, self._router, self._weights = plane, plane.router, weights
+        self._lock = weights.trainer.lock if weights is not None else asyncio.Lock()
+        self._trainer_device = weights.trainer.device if weights is not None else None
+        self._background = Background(lambda failure: engines.log(str(failure)))
         self._candidates: dict[str, _Candidate] = {}
         self._departures: dict[str, _Departure] = {}
 
@@ -147,7 +138,7 @@ class FleetMembership:
 
     def present(self) -> tuple[EngineEndpoint, ...]:
         """The engines that a run which resumes would begin with: members that have not been told to leave."""
-        return tuple(self._endpoints[m.url] for m in self._fleet.members() if m.url not in self._departures)
+        return tuple(m.endpoint for m in self._fleet.members() if m.url not in self._departures)
 
     async def close(self) -> None:
         """Nobody joins or leaves any more."""
@@ -164,7 +155,7 @@ class FleetMembership:
             )
 
     def _check_role(self, endpoint: EngineEndpoint) -> None:
-        check_role(endpoint, [other for other in self._endpoints.values() if other.url != endpoint.url])
+        check_role(endpoint, [m.endpoint for m in self._fleet.members() if m.url != endpoint.url])
 
     async def _ask(self, endpoint: EngineEndpoint) -> EngineInfo:
         """Raises UsageError for what will not change by waiting (a wrong key, no engine), EngineError for the rest."""
@@ -202,19 +193,11 @@ class FleetMembership:
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         check_rollout_engines(self._config, {url: info}, router=alone.data_url)
         self._refuse_member(url)  # meanwhile
-        self._endpoints[url], self._infos[url] = endpoint, info
-        try:
-            await self._admit(url)  # first: a member is brought to the run's weights by whichever sync comes next
-        except BaseException:  # also where it is taken back meanwhile
-            if not self._is_member(url):
-                for facts in (self._endpoints, self._infos):
-                    facts.pop(url, None)
-            raise
+        # First: a member is brought to the run's weights by whichever sync comes next.
+        await self._ownership.admit(endpoint, info)
         self._refuse_member(url)
-        self._fleet.add(url, takes_weights=self._trainer_device is not None and endpoint.takes_weights)
-        self._fleet.probe_succeeded(
-            url, sent_at=self._fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
-        )
+        takes_weights = self._weights is not None and endpoint.takes_weights
+        self._fleet.add_probed(endpoint, info, takes_weights=takes_weights)
         await self._monitor.carry_out()
 
     # -- leaving
@@ -231,7 +214,7 @@ class FleetMembership:
             departure.began.set()
         await self._drain(url, departure.ends_at)
         try:
-            await self._leave_group(url)
+            await (self._ownership.release(url) if self._weights is None else self._weights.leave_engine(url))
         except EngineError as error:
             self._log(f"leaving {url}: {error}")
         await self._forget(url, REMOVED)
@@ -254,8 +237,11 @@ class FleetMembership:
         """Behind a router the engine itself is asked: nobody else knows which requests it was given."""
         if self._router is None:
             return self._plane.in_flight_at(url)
+        engine = self._fleet.find(url)
+        if engine is None:
+            return 0
         try:
-            load = await self._client.load(self._endpoints[url])
+            load = await self._client.load(engine.endpoint)
         except EngineUnreachable:  # it is gone, and with it its requests
             return 0
         except EngineError:  # it does not tell: until the deadline it may have some
@@ -274,8 +260,6 @@ class FleetMembership:
     async def _forget(self, url: str, reason: str) -> None:
         self._departures.pop(url, None)
         self._fleet.remove(url, reason)
-        for facts in (self._endpoints, self._infos):
-            facts.pop(url, None)
         await self._monitor.carry_out()
 
     # -- the rest is private
@@ -290,7 +274,7 @@ class FleetMembership:
             raise EngineConflict(f"{url} is an engine of this run already")
 
     def _is_member(self, url: str) -> bool:
-        return any(member.url == url for member in self._fleet.members())
+        return self._fleet.find(url) is not None
 
     def _member_row(self, member: Member, departure: _Departure | None, now: float) -> EngineStatus:
         row: EngineStatus = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
@@ -14,12 +14,15 @@ from rltool.config.gateway import GatewayConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import Fleet
 from rltool.engines.types import EngineInfo
 from rltool.environments.loading import load_episodes
 from rltool.errors import RltoolError
+from rltool.gateway.fleet import FleetView
 from rltool.gateway.parts import Parts
 from rltool.processes.keys import make_key, read_key
 from rltool.rollout.generate import GenerateFunction, load_generate
+from rltool.rollout.versions import VersionBook
 
 PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
 """For a gateway that is being started again; GATEWAY_SECONDS end it."""
@@ -65,9 +68,10 @@ class Generation:
         return self._gateway
 
     async def start(
-        self, endpoints: Iterable[EngineEndpoint], infos: Mapping[str, EngineInfo], router: EngineEndpoint | None
+        self, fleet: Fleet, router: EngineEndpoint | None, book: VersionBook | None
     ) -> None:
-        """Connect with the gateway, or start one in front of these engines."""
+        """Connect with the gateway, or start one in front of these engines, which follows them. book: None where the
+        run sends no weights."""
         if self._episodes is None:
             return
         rollout = self._config.rollout
@@ -79,25 +83,36 @@ class Generation:
             assert self._place is not None
             self._place.sessions.mkdir(parents=True, exist_ok=True)
             key_file = make_key(self._place.key_file)
-            parts = self._parts(tuple(endpoints), infos, router, self._place.sessions, key_file)
-            self._process = GatewayProcess(self._gateway_config(), parts, self._place.log, self._client, say=self._say)
+            infos = [member.info for member in fleet.members()]
+            parts = self._parts(infos, router, book, self._place.sessions, key_file)
+
+            def view() -> FleetView:
+                return FleetView.of(fleet, book.published if book is not None else None)
+
+            self._process = GatewayProcess(
+                self._gateway_config(), parts, self._place.log, self._client, say=self._say,
+                view=view if parts.follows else None,
+            )  # fmt: skip
             url = self._process.url
             await self._process.start()
             self._say(f"gateway: {url}, log {self._place.log}")
         self._gateway = GatewayClient(self._client, url, read_key(key_file, url), seconds=GATEWAY_SECONDS)
 
     def _parts(
-        self, endpoints: tuple[EngineEndpoint, ...], infos: Mapping[str, EngineInfo], router: EngineEndpoint | None,
-        sessions: Path, key_file: Path,
+        self, infos: Sequence[EngineInfo], router: EngineEndpoint | None, book: VersionBook | None, sessions: Path,
+        key_file: Path,
     ) -> Parts:  # fmt: skip
         sampling = self._config.sampling
-        lengths = [info.max_model_len for info in infos.values() if info.max_model_len is not None]
+        lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
         return Parts(
-            served_name=next((info.model_id for info in infos.values()), "policy"),
+            served_name=next((info.model_id for info in infos), "policy"),
             # Agents are told by the gateway when a conversation becomes longer than the trainer could take.
             max_model_len=min([*lengths, sampling.max_prompt_tokens + sampling.max_response_tokens]),
             tokenizer=self._config.model.path.absolute(),
-            endpoints=(router,) if router is not None else endpoints,
+            endpoints=(router,) if router is not None else (),
+            through_router=router is not None,
+            follows=router is None,
+            lineage=book.lineage.to_json() if book is not None and router is None else None,
             sessions=sessions.absolute(),
             key_file=key_file.absolute(),
             stop_token_ids=sampling.stop_token_ids,

@@ -13,20 +13,18 @@ trainer gets them only when those that are being started have loaded.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
-from rltool.engines.types import EngineInfo, HttpRequest
+from rltool.engines.dialects import controls
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
+from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, RltoolError
 from rltool.megatron.offload import PARTS
 from rltool.rollout.engine_restarts import EngineRestarts
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.weights.connections import Ranks
+from rltool.weights.connections import Trainer
 from rltool.weights.residency import TRAINED, EngineResidency, residency_of
 
 LOOK_SECONDS = 0.2
@@ -39,30 +37,27 @@ class Members:
     """The engines of one model, live. takes_weights: a sync brings them when they wake up; from_disk: else they are
     loaded again then, and not kept."""
 
-    fleet: Fleet
+    engines: EngineSet
     monitor: FleetMonitor
-    endpoints: Mapping[str, EngineEndpoint]
-    infos: Mapping[str, EngineInfo]
     takes_weights: bool
     from_disk: bool = False
 
-    def residency(self, url: str, trainer_device: str) -> EngineResidency:
-        return residency_of(self.infos[url], trainer_device, updated=self.takes_weights, from_disk=self.from_disk)
+    def residency(self, engine: Member, trainer_device: str) -> EngineResidency:
+        return residency_of(engine.info, trainer_device, updated=self.takes_weights, from_disk=self.from_disk)
 
 
 class GpuTurns:
-    """models: the policy's engines and those of the others. trainer_device: cpu or cuda. step_seconds: for an engine to
-    fall asleep, or to wake up (deadlines.sync_step); start_seconds: for one to load. lock: held while a weight sync
-    runs."""
+    """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync_step); start_seconds: for one to
+    load."""
 
     def __init__(
-        self, client: EngineClient, ranks: Ranks, models: list[Members], restarts: EngineRestarts, *,
-        trainer_device: str, step_seconds: float, start_seconds: float, lock: asyncio.Lock,
-        log: Callable[[str], None], clock: Callable[[], float] = time.monotonic,
+        self, trainer: Trainer, policy: Members, others: Sequence[Members], restarts: EngineRestarts, *,
+        step_seconds: float, start_seconds: float,
     ) -> None:  # fmt: skip
-        self._client, self._ranks, self._models, self._restarts = client, ranks, models, restarts
-        self._trainer_device, self._step_seconds, self._start_seconds = trainer_device, step_seconds, start_seconds
-        self._lock, self._log, self._clock = lock, log, clock
+        self._trainer, self._ranks, self._lock = trainer, trainer.ranks, trainer.lock
+        self._models, self._restarts = [policy, *others], restarts
+        self._step_seconds, self._start_seconds = step_seconds, start_seconds
+        self._log, self._clock = policy.engines.log, policy.engines.clock
 
     async def to_trainer(self) -> None:
         """Every engine has let go of the GPUs, and the ranks are as they were before they did. Raises what a rank
@@ -70,7 +65,7 @@ class GpuTurns:
         self._restarts.hold()
         await self._until_loaded()
         async with self._lock:
-            await asyncio.gather(*(self._release(of, url) for of in self._models for url in self._ours(of)))
+            await asyncio.gather(*(self._release(of, engine) for of in self._models for engine in self._ours(of)))
             for of in self._models:
                 await of.monitor.carry_out()
             await self._ranks.onload(PARTS)
@@ -83,7 +78,7 @@ class GpuTurns:
     async def wake_others(self) -> None:
         """After a sync: the ranks have nothing on the GPUs any more."""
         fixed = [of for of in self._models if not of.takes_weights]
-        await asyncio.gather(*(self._wake(of, url) for of in fixed for url in self._ours(of, State.ASLEEP)))
+        await asyncio.gather(*(self._wake(of, engine) for of in fixed for engine in self._ours(of, State.ASLEEP)))
         for of in fixed:
             await of.monitor.carry_out()
 
@@ -98,35 +93,36 @@ class GpuTurns:
 
     # -- the rest is private
 
-    def _ours(self, of: Members, *states: State) -> list[str]:
+    def _ours(self, of: Members, *states: State) -> list[Member]:
         """Those that the run has started, and that are in one of these states: the others have GPUs of their own."""
-        members = of.fleet.members()
-        return [m.url for m in members if self._restarts.owns(m.url) and (not states or m.state in states)]
+        return [member for member in of.engines.fleet.members(*states) if self._restarts.owns(member.url)]
 
-    async def _release(self, of: Members, url: str) -> None:
-        state = of.fleet.member(url).state
-        if state is State.ASLEEP:
+    async def _release(self, of: Members, engine: Member) -> None:
+        url, now = engine.url, of.engines.fleet.find(engine.url)
+        if now is None or now.state is State.ASLEEP:
             return
-        if state not in CAN_SLEEP:
-            await self._restarts.end(url, f"it is {state.value}, and the trainer needs its GPUs")
+        if now.state not in CAN_SLEEP:
+            await self._restarts.end(url, f"it is {now.state.value}, and the trainer needs its GPUs")
             return
-        of.fleet.fall_asleep(url)
+        of.engines.fleet.fall_asleep(url)
         try:
-            await self._ask(of, url, of.residency(url, self._trainer_device).release())
+            await self._ask(of, engine, of.residency(engine, self._trainer.device).release())
         except EngineError as error:
             await self.end(url, f"it did not free its GPUs: {error}")
 
-    async def _wake(self, of: Members, url: str) -> None:
-        residency, resume = of.residency(url, self._trainer_device), dialect(of.infos[url].dialect).resume()
+    async def _wake(self, of: Members, engine: Member) -> None:
+        residency, resume = of.residency(engine, self._trainer.device), controls(engine.info.dialect).resume()
         try:
-            await self._ask(of, url, [*residency.weights_back(), *residency.caches_back(), *resume])
+            await self._ask(of, engine, [*residency.weights_back(), *residency.caches_back(), *resume])
         except EngineError as error:
-            await self.end(url, f"it did not wake up: {error}")
-        else:
-            of.fleet.wake_up(url)
+            await self.end(engine.url, f"it did not wake up: {error}")
+            return
+        now = of.engines.fleet.find(engine.url)
+        if now is not None and now.state is State.ASLEEP:  # it has neither left nor died meanwhile
+            of.engines.fleet.wake_up(engine.url)
 
-    async def _ask(self, of: Members, url: str, requests: list[HttpRequest]) -> None:
-        await self._client.run(of.endpoints[url], requests, timeout=self._step_seconds)
+    async def _ask(self, of: Members, engine: Member, requests: list[HttpRequest]) -> None:
+        await of.engines.client.run(engine.endpoint, requests, timeout=self._step_seconds)
 
     async def _until_loaded(self) -> None:
         """Engines that are being started wait for their first probe; a late one is ended with the others."""

@@ -3,29 +3,28 @@ weights reach them, and who joins and leaves."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.engine_set import EngineSet
 from rltool.errors import RltoolError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard
 from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.lease import Ownership
+from rltool.rollout.lease import LeaseTerms, Ownership
 from rltool.rollout.router_members import RouterMembers
 from rltool.rollout.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.preflight import with_model_config
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.weight_updates import WeightUpdates
+from rltool.training.rollout_engines import Engines
+from rltool.training.weight_updates import Oversight, WeightUpdates
 from rltool.weights.comparison import Comparison
+from rltool.weights.connections import Trainer
 from rltool.weights.residency import SharedGpus
-from rltool.weights.sync import WeightSync
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify import ValueCheck
 
 
@@ -42,53 +41,36 @@ class EngineHooks:
 
 
 class PolicyEngines:
-    """`start` first, `close` last. fleet, book: new ones. syncing None: nobody sends these engines weights. vocab_size:
-    of the model. lock: held while a weight sync runs. say: one line for the user."""
+    """`start` first, `close` last. found: the engines that the run begins with; engines, book: new ones, without a
+    member. trainer None: nobody sends these engines weights. lease: how they are taken; None: without a lease."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, client: EngineClient, fleet: Fleet, book: VersionBook, *,
-        syncing: Syncing | None, vocab_size: int, lock: asyncio.Lock, hooks: EngineHooks, say: Callable[[str], None],
-        clock: Callable[[], float],
+        self, config: TrainConfig, found: Engines, engines: EngineSet, book: VersionBook, *, trainer: Trainer | None,
+        lease: LeaseTerms | None, hooks: EngineHooks,
     ) -> None:  # fmt: skip
-        self._config, self._engines, self._client, self._hooks = config, engines, client, hooks
-        self._lock, self._say, self._clock = lock, say, clock
-        self.fleet, self.book = fleet, book
-        self.endpoints = {endpoint.url: endpoint for endpoint in engines.endpoints}
-        self.infos = dict(engines.infos)
-        for url, endpoint in self.endpoints.items():
-            info = self.infos[url]
-            fleet.add(url, takes_weights=syncing is not None and endpoint.takes_weights)
-            fleet.probe_succeeded(
-                url, sent_at=fleet.member(url).since, boot_id=info.boot_id, version=info.weight_version
-            )
-        fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
-        self.ownership = Ownership(
-            client, fleet, self.endpoints, self.infos, syncing.lease if syncing else None, run=book.lineage.run,
-            say=say, clock=clock,
-        )  # fmt: skip
+        self._config, self._found, self._hooks = config, found, hooks
+        self.engines, self.fleet, self.book = engines, engines.fleet, book
+        for endpoint in found.endpoints:
+            takes_weights = trainer is not None and endpoint.takes_weights
+            self.fleet.add_probed(endpoint, found.infos[endpoint.url], takes_weights=takes_weights)
+        self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
+        self.ownership = Ownership(engines, lease, run=book.lineage.run)
         self.plane = DataPlane(
-            client, fleet, self.endpoints, router=engines.router,
-            requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            min_serving=config.engines.min_serving, judge=book if syncing else None,
-            saw_version=self.ownership.saw, clock=clock,
+            engines, router=found.router, requests_per_engine=config.rollout.requests_per_engine,
+            deadline=config.deadlines.generate, min_serving=config.engines.min_serving,
+            judge=book if trainer is not None else None, saw_version=self.ownership.saw,
         )  # fmt: skip
-        router = self._router_members(engines.router) if engines.router else None
+        router = self._router_members(found.router) if found.router else None
         self.guard = EngineGuard(
-            fleet, self.endpoints, min_serving=config.engines.min_serving, deadline=config.deadlines.engines,
-            router=router, clock=clock,
-        )  # fmt: skip
+            engines, min_serving=config.engines.min_serving, deadline=config.deadlines.engines, router=router
+        )
         self.monitor = FleetMonitor(
-            client, fleet, self.endpoints, self.infos,
-            router=router, restart=hooks.restart,
-            on_change=self.plane.changed, saw_version=self.ownership.saw, log=say, clock=clock,
+            engines, router=router, restart=hooks.restart, on_change=self.plane.changed,
+            saw_version=self.ownership.saw,
         )  # fmt: skip
-        self.weights = self._weight_updates(syncing, vocab_size) if syncing else None
-        self.membership = FleetMembership(
-            config, client, fleet, self.endpoints, self.infos, self.monitor, self.plane,
-            router=engines.router, trainer_device=syncing.trainer_device if syncing else None,
-            lock=lock, admit=self.ownership.admit,
-            leave_group=self.weights.leave_engine if self.weights else self.ownership.release, log=say, clock=clock,
-        )  # fmt: skip
+        oversight = Oversight(self.monitor, self.ownership, self.guard)
+        self.weights = self._weight_updates(trainer, oversight) if trainer is not None else None
+        self.membership = FleetMembership(config, engines, oversight, self.plane, self.weights)
 
     async def start(self) -> None:
         """Take the engines' leases, watch them, and wait for those that are absent. EngineTaken: another run has
@@ -96,7 +78,7 @@ class PolicyEngines:
         await self.ownership.start()
         await self.monitor.carry_out()  # what else the router has goes before the first request
         self.monitor.start()
-        for endpoint, why in self._engines.absent.items():
+        for endpoint, why in self._found.absent.items():
             self.membership.expect(endpoint, why)
 
     async def close(self) -> None:
@@ -107,34 +89,29 @@ class PolicyEngines:
 
     def _router_members(self, router: EngineEndpoint) -> RouterMembers:
         return RouterMembers(
-            RouterWorkers(self._client, router), self.fleet, self.endpoints,
-            foreign=self._config.engines.foreign_workers, away=[engine.url for engine in self._engines.absent],
-            on_refused=self._hooks.router_refused, log=self._say, clock=self._clock,
+            RouterWorkers(self.engines.client, router), self.engines, foreign=self._config.engines.foreign_workers,
+            away=[engine.url for engine in self._found.absent], on_refused=self._hooks.router_refused,
         )  # fmt: skip
 
-    def _weight_updates(self, syncing: Syncing, vocab_size: int) -> WeightUpdates:
-        config = self._config
-        lengths = [info.max_model_len for info in self.infos.values() if info.max_model_len]
+    def _weight_updates(self, trainer: Trainer, oversight: Oversight) -> WeightUpdates:
+        config, members = self._config, self.fleet.members()
+        lengths = [member.info.max_model_len for member in members if member.info.max_model_len]
         check = ValueCheck(
-            vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
-            config.weights.verify_tolerance, min(lengths, default=None), config.model.dtype, self.infos,
+            trainer.vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
+            config.weights.verify_tolerance, min(lengths, default=None), config.model.dtype,
         )  # fmt: skip
-        gpus = None
-        if config.engines.shares_gpus:
-            gpus = SharedGpus(syncing.ranks, self.infos, syncing.trainer_device, self._hooks.end)
+        gpus = SharedGpus(trainer, self._hooks.end) if config.engines.shares_gpus else None
         sync = WeightSync(
-            self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, config.weights, check,
-            trainer_device=syncing.trainer_device, step_deadline=config.deadlines.sync_step,
-            bucket_deadline=config.deadlines.bucket, directory=syncing.directory, gpus=gpus,
-            withdraw=self.plane.changed,
+            self.engines, trainer, config.weights, check,
+            SyncDeadlines(config.deadlines.sync_step, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
         )  # fmt: skip
         comparison = Comparison(
-            self._client, self.fleet, self.endpoints, self.infos, syncing.ranks, check,
-            deadline=config.deadlines.sync_step, gpus=gpus, described=with_model_config,
+            self.engines, trainer.ranks, check, deadline=config.deadlines.sync_step, gpus=gpus,
+            described=with_model_config,
         )  # fmt: skip
         return WeightUpdates(
-            sync, comparison, self.fleet, self.book, self.monitor, self.ownership, self.guard, lock=self._lock,
+            self.engines, oversight, sync, comparison, self.book, is_stopping=self._hooks.is_stopping,
             # In asynchronous modes a batch may hold no token of the current policy: then this comparison is the only
             # one.
-            check_all=config.rollout.max_staleness > 0, is_stopping=self._hooks.is_stopping, say=self._say,
+            check_all=config.rollout.max_staleness > 0,
         )  # fmt: skip

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from rltool.config.loader import Loaded
+from rltool.config.serve import ENGINES
 from rltool.config.train import TrainConfig
 from rltool.engines import supported
 from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls, dialect
 from rltool.engines.endpoints import EngineEndpoint, KeyUnreadable, ModelEndpoints, resolve
 from rltool.engines.lease import leased_to_another
 from rltool.engines.sampling_mask import logprobs_of
@@ -177,7 +178,7 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
     wrong. trainer_device None: weights are not sent."""
     if trainer_device is not None and config.weights.pause_mode != "auto":
         for kind in {info.dialect for info in fleet.takers.values()}:
-            dialect(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
+            controls(kind).pause(config.weights.pause_mode)  # UsageError for a mode that this kind does not have
     model = model_facts(config.model.path)
     problems = [
         f"{engine.url}: {problem}"
@@ -189,11 +190,13 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
     ]  # fmt: skip
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
-    stock = [e.url for e in fleet.endpoints.engines if e.dialect == "vllm" and not e.plugin]
+    speaks = {e.url: dialect(e.dialect, plugin=e.plugin) for e in fleet.endpoints.engines if e.dialect is not None}
+    stock = [url for url, found in speaks.items() if not found.routable]
     if fleet.endpoints.data_url and stock:
         raise UsageError(
-            f"{', '.join(stock)}: a stock vLLM does not answer /generate, so sglang-router cannot route to it; leave "
-            "--router out (train then asks the engines directly), or start the engine with `rltool serve-engines`"
+            f"{', '.join(stock)}: a stock {speaks[stock[0]].label} does not answer /generate, so sglang-router cannot "
+            "route to it; leave --router out (train then asks the engines directly), or start the engine with `rltool "
+            "serve-engines`"
         )
 
 
@@ -309,10 +312,11 @@ def engine_problems(
 
 def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:
     """Why an engine could not tell which tokens top_p and top_k left to choose from."""
-    if info.dialect != "vllm":
+    if not dialect(info.dialect).sampling_masks:
+        able = " or ".join(dialect(name).label for name in ENGINES if dialect(name).sampling_masks)
         return [
             f"is of {info.dialect}, which does not tell which tokens sampling.top_p and sampling.top_k left to choose "
-            "from; use vLLM engines, or top_p = 1 and top_k = -1"
+            f"from; use {able} engines, or top_p = 1 and top_k = -1"
         ]
     needed, limit = logprobs_of(top_k), info.max_logprobs
     if limit is not None and 0 <= limit < needed:
@@ -326,6 +330,10 @@ def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:
 def _weight_problems(
     engine: EngineEndpoint, info: EngineInfo, config: TrainConfig, trainer_device: str
 ) -> Sequence[str]:
+    try:
+        controls(info.dialect)
+    except UsageError as error:
+        return [str(error)]
     too_old = supported.training_refusal(info.dialect, info.engine_version, config.weights.pause_mode)
     if too_old is not None:
         return [too_old]
@@ -373,7 +381,7 @@ def uncompared(fleet: ProbedFleet) -> list[str]:
 def alike_replicas(fleet: ProbedFleet) -> list[str]:
     """A line for engines whose data-parallel replicas draw the same random numbers: SGLang gives all the one
     --random-seed (managers/tp_worker.py), so that equal prompts which reach them in turn get equal samples."""
-    urls = [url for url, info in fleet.infos.items() if info.dialect == "sglang" and _draws_alike(info)]
+    urls = [url for url, info in fleet.infos.items() if _draws_alike(info)]
     if not urls:
         return []
     return [
@@ -402,7 +410,7 @@ def paused_by_abort(fleet: ProbedFleet, config: TrainConfig) -> list[str]:
 
 
 def _draws_alike(info: EngineInfo) -> bool:
-    return info.dp_size > 1 and not info.own_seeds
+    return dialect(info.dialect).replicas_share_seed and info.dp_size > 1 and not info.own_seeds
 
 
 def describe_engines(fleet: ProbedFleet, config: TrainConfig) -> list[str]:

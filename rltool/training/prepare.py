@@ -42,15 +42,13 @@ from rltool.training.routing_replay import check_rollout_engines
 from rltool.training.side_models import check_all_there, probe_models, running_models
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
 from rltool.training.validate import (
-    check_batch_arithmetic,
     check_config,
     check_inputs,
     check_model,
     check_model_directory,
+    check_own_functions,
     check_weights,
-    needs_engines,
 )
-from rltool.training.validate_algorithm import check_algorithm
 from rltool.weights.residency import check_residency
 
 ASK_AGAIN_SECONDS = 15.0
@@ -144,14 +142,13 @@ def prepare(
         check_config(config)
     else:
         check_model_directory(config.model.path)
-        check_algorithm(config)
-        check_batch_arithmetic(config)
+        check_own_functions(config.algorithm)
     resume_from = latest_checkpoint(run.checkpoints_dir) if restarted else resume_point(run, resume)
     check_model(config)
     check_weights(config)
     data = check_inputs(config) if replay is None else ""
     device = trainer_device(config)
-    generates = replay is None and needs_engines(config)
+    generates = replay is None and config.needs_engines
     managed = generates and config.engines.started_by_train
     fleet, models = None, {}
     if generates:

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
@@ -23,14 +23,13 @@ from rltool.weights.transport import Receiver, Rendezvous
 
 
 class RankHandles:
-    """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them."""
+    """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them; plan: of what they
+    send."""
 
-    def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder) -> None:
+    def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder, plan: ExportPlan) -> None:
         self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
+        self.plan = plan
         self._senders: dict[str, list[int]] = {}  # of each engine, the ranks that have hosted it
-
-    async def weight_metadata(self) -> list[TensorMeta]:
-        return (await self._all([rank.weight_metadata.remote() for rank in self._handles]))[0]
 
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         meetings = await self._all([rank.host.remote(receivers, group, directory) for rank in self._handles])

@@ -52,12 +52,11 @@ class RolloutActor:
     """Every method is a coroutine: a long poll for a batch does not keep a status or a stop waiting."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, *, vocab_size: int, syncing: Syncing, log_file: Path | None,
-        gateway: GatewayPlace,
-    ) -> None:  # fmt: skip
+        self, config: TrainConfig, engines: Engines, *, syncing: Syncing, log_file: Path | None, gateway: GatewayPlace
+    ) -> None:
         redirect_output(log_file)
         self._arguments = (config, engines)
-        self._options: dict[str, Any] = {"vocab_size": vocab_size, "syncing": syncing, "gateway": gateway}
+        self._options: dict[str, Any] = {"syncing": syncing, "gateway": gateway}
         self._service: RolloutService
 
     async def start(self) -> str:

@@ -34,10 +34,11 @@ class Engines:
 @dataclass(frozen=True)
 class Syncing:
     """What a run needs to send weights: lineage names them; trainer_device: cpu or cuda; directory: of this run alone.
-    lease: how it takes the engines; None: without a lease."""
+    lease: how it takes the engines; None: without a lease. vocab_size: of the model; None: its tokenizer's."""
 
     ranks: Ranks
     lineage: Lineage
     trainer_device: str
     directory: Path
     lease: LeaseTerms | None = None
+    vocab_size: int | None = None

@@ -14,7 +14,7 @@ from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_parts import RewardParts, start_rewards
 from rltool.rollout.reward_pool import RewardPool
-from rltool.rollout.scoring import Scorer, load_filter, load_hook
+from rltool.rollout.scoring import FailureLimit, Scorer, load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.modalities import generation_refusal, training_refusal
 
@@ -75,7 +75,7 @@ def _rewards(config: TrainConfig, tokenizer: Tokenizer, models: Models) -> tuple
     rewards = start_rewards(reward, timeout=timeout, models=models)
     scorer = Scorer(
         rewards, tokenizer.decode, group_filter=group_filter, group_hook=group_hook, group_reward=together,
-        max_failure_fraction=reward.max_failure_fraction,
-        batch_samples=rollout.prompts_per_step * rollout.samples_per_prompt, function=reward.described(),
+        may_fail=FailureLimit(reward.max_failure_fraction, rollout.prompts_per_step * rollout.samples_per_prompt),
+        function=reward.described(),
     )  # fmt: skip
     return rewards, scorer

@@ -9,7 +9,6 @@ threads, plain reward functions in processes.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -21,7 +20,8 @@ from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, FleetPolicy
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
@@ -52,8 +52,8 @@ from rltool.training.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.rollout_batch import Rollout, to_rollout
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_inputs import load_inputs
-from rltool.training.rollout_work import RolloutWork
-from rltool.training.routing_replay import wanted_routing
+from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
+from rltool.weights.connections import Trainer
 from rltool.weights.sync_report import SyncReport
 
 GUARD_SECONDS = 1.0
@@ -65,18 +65,17 @@ class RolloutService:
     judged."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, *, vocab_size: int | None = None, syncing: Syncing | None = None,
-        log: Callable[[str], None] = print, clock: Callable[[], float] = time.monotonic,
-        policy: FleetPolicy | None = None, on_event: Callable[[], None] = lambda: None,
+        self, config: TrainConfig, engines: Engines, *, syncing: Syncing | None = None, fleet: Fleet | None = None,
+        log: Callable[[str], None] = print, on_event: Callable[[], None] = lambda: None,
         gateway: GatewayPlace | None = None,
     ) -> None:  # fmt: skip
-        """policy: thresholds of the fleet, None for its own. on_event: called after every change of a group. gateway:
-        where that of a run with agents keeps its files."""
-        self._config, self._engines, self._vocab_size, self._syncing = config, engines, vocab_size, syncing
-        self._log, self._clock, self._on_event = log, clock, on_event
-        self.fleet = Fleet(policy, clock=clock)
+        """fleet: one without members, for other thresholds or another clock. on_event: called after every change of a
+        group. gateway: where that of a run with agents keeps its files."""
+        self._config, self._engines, self._syncing = config, engines, syncing
+        self._vocab_size = syncing.vocab_size if syncing else None
+        self.fleet = fleet or Fleet()
+        self._log, self._clock, self._on_event = log, self.fleet.clock, on_event
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
-        self._lock = asyncio.Lock()  # one sync at a time
         self._step = 0
         self._models = Models(patience=config.deadlines.engines)
         self._gateway_place = gateway
@@ -107,22 +106,24 @@ class RolloutService:
             router_refused=lambda error: self.collector.fail(error), is_stopping=lambda: self._stopping,
         )  # fmt: skip
         vocab_size = self._vocab_size or self.tokenizer.vocab_size
+        syncing, trainer = self._syncing, None
+        if syncing is not None:
+            trainer = Trainer(syncing.ranks, syncing.trainer_device, syncing.directory, vocab_size)
         self._policy = PolicyEngines(
-            config, self._engines, self._client, self.fleet, self._book, syncing=self._syncing, vocab_size=vocab_size,
-            lock=self._lock, hooks=hooks, say=self._say, clock=self._clock,
+            config, self._engines, EngineSet(self.fleet, self._client, self._say), self._book, trainer=trainer,
+            lease=lease, hooks=hooks,
         )  # fmt: skip
         self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
         self._weights, self._membership = self._policy.weights, self._policy.membership
-        self._held = self._evaluation_engines(vocab_size, hooks)
+        self._held = self._evaluation_engines(trainer, hooks)
+        policy = PolicyModel(self.tokenizer, vocab_size, require_versions=syncing is not None)
         self._work = RolloutWork(
-            config, self._plane, self._scorer, self.tokenizer, self._generation.function,
-            vocab_size=vocab_size, require_versions=self._syncing is not None, models=self._models,
-            evaluation_plane=self._held.plane if self._held else None, routing=wanted_routing(config),
-            http=self._http,
+            config, Planes(self._plane, self._held.plane if self._held else None), self._scorer, policy,
+            self._generation.function, models=self._models, http=self._http,
         )  # fmt: skip
         self._evals = EvalSets(config, self._eval_sets, self._scorer, self.tokenizer.decode, self._models)
         self.collector = self._collector()
-        self._rates = EngineRates(self._client, self._policy.endpoints)
+        self._rates = EngineRates(self._client)
         await self._side.start(
             self._client, requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
             restarts=self._restarts, log=self._say,
@@ -130,15 +131,15 @@ class RolloutService:
         if self._restarts is not None:
             self._restarts.watch(self.fleet, self._monitor)
             self._restarts.start()
-            self._turns = self._gpu_turns(self._restarts)
+            self._turns = self._gpu_turns(trainer, self._restarts)
         await self._policy.start()
         if self._held is not None:
             await self._held.start()
-        await self._generation.start(self._engines.endpoints, self._policy.infos, self._engines.router)
+        await self._generation.start(self.fleet, self._engines.router, self._book if self._syncing else None)
         self._background.repeat(self._guard_engines, "engine guard", seconds=GUARD_SECONDS)
         if config.rollout.adaptive_concurrency:
             adapt = partial(
-                adapt_concurrency, self._client, self.fleet, self._policy.endpoints, self._plane,
+                adapt_concurrency, self._policy.engines, self._plane,
                 ConcurrencyController(ConcurrencyPolicy(start=config.rollout.requests_per_engine), clock=self._clock),
             )  # fmt: skip
             self._background.repeat(adapt, "adaptive concurrency", seconds=LOAD_SECONDS)
@@ -171,38 +172,37 @@ class RolloutService:
                 group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
                 max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
+                judges_age=self._syncing is not None,
             ),
-            judges_age=self._syncing is not None, on_event=self._on_event, clock=self._clock,
+            on_event=self._on_event, clock=self._clock,
         )  # fmt: skip
 
     def _engine_restarts(self) -> EngineRestarts | None:
         processes, engines = self._engines.processes, self._config.engines
         if processes is None:
             return None
-        policy = RestartPolicy(engines.max_restarts, engines.restart_backoff, engines.restart_forget)
+        policy = RestartPolicy(engines.max_restarts, engines.restart_backoff)
         return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
 
-    def _evaluation_engines(self, vocab_size: int, hooks: EngineHooks) -> EvaluationEngines | None:
-        if self._engines.evaluation is None or self._syncing is None:
+    def _evaluation_engines(self, trainer: Trainer | None, hooks: EngineHooks) -> EvaluationEngines | None:
+        found, syncing = self._engines.evaluation, self._syncing
+        if found is None or syncing is None or trainer is None:
             return None
+        fleet = Fleet(self.fleet.policy, clock=self._clock)
+        engines = EngineSet(fleet, self._client, log=lambda line: self._say(f"evaluation: {line}"))
         return EvaluationEngines(
-            self._config, self._engines.evaluation, self._client, syncing=self._syncing, vocab_size=vocab_size,
-            policy=self.fleet.policy, lock=self._lock, hooks=replace(hooks, restart=None), say=self._say,
-            clock=self._clock,
+            self._config, found, engines, VersionBook(syncing.lineage), trainer=trainer, lease=syncing.lease,
+            hooks=replace(hooks, restart=None),
         )  # fmt: skip
 
-    def _gpu_turns(self, restarts: EngineRestarts) -> GpuTurns | None:
-        config, syncing = self._config, self._syncing
-        if not config.engines.shares_gpus or syncing is None:
+    def _gpu_turns(self, trainer: Trainer | None, restarts: EngineRestarts) -> GpuTurns | None:
+        config = self._config
+        if not config.engines.shares_gpus or trainer is None:
             return None
-        policy = Members(self.fleet, self._monitor, self._policy.endpoints, self._policy.infos, takes_weights=True)
-        others = [
-            Members(m.fleet, m.monitor, m.endpoints, m.infos, takes_weights=False, from_disk=m.from_disk)
-            for m in self._side.started
-        ]
+        policy = Members(self._policy.engines, self._monitor, takes_weights=True)
+        others = [Members(m.engines, m.monitor, False, m.from_disk) for m in self._side.started]
         return GpuTurns(
-            self._client, syncing.ranks, [policy, *others], restarts, trainer_device=syncing.trainer_device,
-            step_seconds=config.deadlines.sync_step, lock=self._lock, log=self._say, clock=self._clock,
+            trainer, policy, others, restarts, step_seconds=config.deadlines.sync_step,
             start_seconds=max(group.ready_timeout for group in config.engines.groups),
         )  # fmt: skip
 
@@ -365,7 +365,8 @@ class RolloutService:
     def all_engines(self) -> tuple[EngineEndpoint, ...]:
         """Of the policy as they are now, of evaluations, and of the other models."""
         evaluating = self._held.present() if self._held is not None else ()
-        return (*self.present_engines(), *evaluating, *(e for m in self._side.started for e in m.endpoints.values()))
+        others = (member.endpoint for model in self._side.started for member in model.fleet.members())
+        return (*self.present_engines(), *evaluating, *others)
 
     def take_events(self) -> list[str]:
         """Lines for the console since the last call: transitions of engines, failures of syncs."""
@@ -397,8 +398,8 @@ class RolloutService:
         return None if hook is None else lambda samples: changed_batch(hook, samples, judge, step)
 
     async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
-        serving, infos, stats = self.fleet.serving(), self._policy.infos, self._scorer.take_stats()
-        gpus = sum(infos[url].world_size for url in serving if url in infos)
+        serving, stats = self.fleet.members(State.READY), self._scorer.take_stats()
+        gpus = sum(engine.info.world_size for engine in serving)
         rollout, rates = await asyncio.gather(
             to_rollout(
                 self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,

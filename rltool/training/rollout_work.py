@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
 from rltool.config.train import TrainConfig
-from rltool.engines.types import Completion, GenerateRequest, Routing, SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.eval_set import EvalSet
@@ -23,6 +23,7 @@ from rltool.rollout.scores import add_teacher_logprobs
 from rltool.rollout.scoring import Scorer
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
+from rltool.training.routing_replay import wanted_routing
 
 OF_NO_GROUP = -1
 """In the place of its number, of requests that rollout.function sends by itself."""
@@ -45,22 +46,34 @@ def check_trainable(asked: SamplingParams, configured: SamplingParams) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Planes:
+    """Where requests go. evaluation: to the engines that evaluations have to themselves; None: where rollouts' go."""
+
+    rollouts: DataPlane
+    evaluation: DataPlane | None = None
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """The model that the engines serve. require_versions: whether a completion must bear its weights' versions."""
+
+    tokenizer: Tokenizer
+    vocab_size: int
+    require_versions: bool
+
+
 class RolloutWork:
-    """The collector's GroupWork. function: of rollout.generate_function, environment or
-    agent, None for the built-in generation. vocab_size: of the model.
-    require_versions: whether a completion must tell its weights' versions. models: beside the policy.
-    evaluation_plane: of the engines that evaluations have to themselves, None: `plane`. routing: what samples that are
-    trained on bring with them (training.routing_replay); None: nothing. http: of functions' own requests."""
+    """The collector's GroupWork. function: of rollout.generate_function, environment or agent, None for the built-in
+    generation. models: beside the policy. http: of functions' own requests."""
 
     def __init__(
-        self, config: TrainConfig, plane: DataPlane, scorer: Scorer, tokenizer: Tokenizer,
-        function: GenerateFunction | None, *, vocab_size: int, require_versions: bool, models: Models,
-        evaluation_plane: DataPlane | None = None, routing: Routing | None = None,
-        http: Http | None = None,
+        self, config: TrainConfig, planes: Planes, scorer: Scorer, policy: PolicyModel,
+        function: GenerateFunction | None, *, models: Models, http: Http | None = None,
     ) -> None:  # fmt: skip
-        self._config, self._plane, self._scorer, self._function = config, plane, scorer, function
-        self._routing = routing
-        sampling = config.sampling
+        self._config, self._plane, self._scorer, self._function = config, planes.rollouts, scorer, function
+        self._routing = wanted_routing(config)
+        sampling, tokenizer = config.sampling, policy.tokenizer
         params = SamplingParams(
             max_tokens=sampling.max_response_tokens, temperature=sampling.temperature, top_p=sampling.top_p,
             top_k=sampling.top_k, stop_token_ids=tokenizer.stop_ids, stop=sampling.stop, min_tokens=sampling.min_tokens,
@@ -68,10 +81,11 @@ class RolloutWork:
         self._tokenizer, self._evaluate = tokenizer, load_eval_function(config.eval)
         self._keeps_masks = config.algorithm.loss == "policy" and sampling.truncates
         self._context = GenerateContext(
-            partial(self._ask, plane), params, vocab_size, require_versions=require_versions, models=models,
-            tokenizer=tokenizer, http_session=http,
+            partial(self._ask, planes.rollouts), params, policy.vocab_size, require_versions=policy.require_versions,
+            models=models, tokenizer=tokenizer, http_session=http,
         )  # fmt: skip
-        self._evaluation = replace(self._context, generate=partial(self._ask, evaluation_plane or plane))
+        evaluation = planes.evaluation or planes.rollouts
+        self._evaluation = replace(self._context, generate=partial(self._ask, evaluation))
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
         generate = partial(self._ask_to_train, group.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,31 +38,40 @@ INTERRUPT_SECONDS = 30.0
 """For the rollout manager to abort its requests; engines that hang are not waited for longer than it does itself."""
 
 
+@dataclass(frozen=True)
+class RolloutFiles:
+    """Where the rollout side of a run writes. rollouts: every rollout, or None; evals: for eval.dump; log: the rollout
+    manager's, or None; endpoints: the run's own, which follows the fleet; gateway: that of a run with agents."""
+
+    rollouts: Path | None
+    evals: Path
+    log: Path | None
+    endpoints: Path
+    gateway: GatewayPlace
+
+
 class Rollouts:
-    """What the loop sees of engines, router and rollout manager. dump_dir: where every rollout is written, or None."""
+    """What the loop sees of engines, router and rollout manager."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, syncing: Syncing, *, vocab_size: int, dump_dir: Path | None,
-        evals_dir: Path, log_file: Path | None, endpoints_file: Path, gateway: GatewayPlace, console: Console,
+        self, config: TrainConfig, engines: Engines, syncing: Syncing, files: RolloutFiles, *, console: Console,
         stop: StopSignal,
     ) -> None:  # fmt: skip
-        """endpoints_file: the run's own, which follows the fleet; evals_dir: for eval.dump. gateway: where that of a
-        run with agents keeps its files."""
-        self.config, self.console, self._stop, self._dump_dir = config, console, stop, dump_dir
+        self.config, self.console, self._stop, self._dump_dir = config, console, stop, files.rollouts
         self._lineage: Lineage = syncing.lineage
         self._synced = 0
-        self._evals_dir = evals_dir
+        self._evals_dir = files.evals
         self._started = False
         self._evaluation: tuple[int, Any] | None = None  # the one that runs: step of its weights, Ray's reference
         self._shares_gpus, self._has_gpus = config.engines.shares_gpus, True
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
-            endpoints_file, engines.endpoints, data_url=engines.router.url if engines.router else None,
+            files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
             say=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor = RolloutActor.remote(
-            config, engines, vocab_size=vocab_size, syncing=syncing, log_file=log_file, gateway=gateway
+            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
         )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.config.algorithm_rules import ROUTER_DROPS_EXPERTS
 from rltool.config.train import TrainConfig
 from rltool.engines.routed_experts import FLAG
 from rltool.engines.types import EngineInfo, Routing
@@ -13,21 +14,6 @@ from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
 SETTING = "algorithm.routing_replay = true"
-_THROUGH_A_ROUTER = (
-    "sglang-router does not pass on which experts were chosen; leave the router out, and the run asks the engines"
-)
-
-
-def check_routing_replay(config: TrainConfig) -> None:
-    """The experts that engines choose can reach the samples. By the configuration alone."""
-    if config.rollout.agent is not None:
-        raise UsageError(
-            f"{SETTING} and rollout.agent contradict each other: the gateway does not record which experts were "
-            "chosen; use rollout.environment, or leave one of the two out"
-        )
-    if config.engines.router is not None or config.engines.start_router:
-        named = "engines.start_router = true" if config.engines.start_router else "engines.router (--router)"
-        raise UsageError(f"{SETTING} and {named} contradict each other: {_THROUGH_A_ROUTER}")
 
 
 def routing_of(family: Family) -> Routing:
@@ -47,7 +33,7 @@ def check_rollout_engines(config: TrainConfig, infos: Mapping[str, EngineInfo], 
     if not config.algorithm.routing_replay:
         return
     if router is not None:
-        raise UsageError(f"{SETTING}, but generation goes through {router}: {_THROUGH_A_ROUTER}")
+        raise UsageError(f"{SETTING}, but generation goes through {router}: {ROUTER_DROPS_EXPERTS}")
     halves = [url for url, info in infos.items() if info.role in ("prefill", "decode")]
     if halves:
         raise UsageError(

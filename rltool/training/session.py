@@ -51,7 +51,7 @@ from rltool.training.prepare import Prepared, resume_point, with_engines
 from rltool.training.profiling import StepRecording
 from rltool.training.ray_calls import Waiting
 from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollouts import Rollouts
+from rltool.training.rollouts import RolloutFiles, Rollouts
 from rltool.training.run_facts import run_facts
 from rltool.training.run_server import run_server
 from rltool.training.sample_log import SampleLog
@@ -324,14 +324,14 @@ def _rollouts(
     # A directory of this run alone: what else lies in a shared one is other runs'.
     directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)
-    side = Rollouts(
-        config, engines, Syncing(trainer.handles(), lineage, prepared.device, directory, lease),
-        vocab_size=model_facts(config.model.path)["vocab_size"],
-        dump_dir=run.rollouts_dir if config.rollout.dump else None, evals_dir=run.evals_dir,
-        log_file=log_dir / "rollout_manager.log",
-        endpoints_file=run.endpoints_file, console=console, stop=stop,
+    vocab_size = model_facts(config.model.path)["vocab_size"]
+    syncing = Syncing(trainer.handles(), lineage, prepared.device, directory, lease, vocab_size)
+    files = RolloutFiles(
+        rollouts=run.rollouts_dir if config.rollout.dump else None, evals=run.evals_dir,
+        log=log_dir / "rollout_manager.log", endpoints=run.endpoints_file,
         gateway=GatewayPlace(run.sessions_dir, run.gateway_key_file, log_dir / "gateway.log"),
     )  # fmt: skip
+    side = Rollouts(config, engines, syncing, files, console=console, stop=stop)
     stack.callback(side.close)
     side.start()
     trainer.take_gpus = side.free_gpus

@@ -22,7 +22,8 @@ class Shards:
     plan: list[list[list[int]]]
 
     def micro_batches(self, dp_rank: int) -> list[TrainBatch]:
-        return [self.batch.micro_batch(samples) for samples in self.plan[dp_rank]]
+        batch = self.batch.for_ranks()
+        return [batch.micro_batch(samples) for samples in self.plan[dp_rank]]
 
     def in_order(self, coordinates: Sequence[Any], results: Sequence[list[Tensor] | None]) -> Tensor:
         """[T, ...] of the global batch from each rank's [tokens, ...] per micro-batch; None from ranks that hand

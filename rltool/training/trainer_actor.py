@@ -13,17 +13,16 @@ import ray
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
 from rltool.engines.ipc import gpu_uuid
-from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes, plan_buckets
+from rltool.megatron.export_plan import ExportPlan, drain
 from rltool.megatron.offload import Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
-from rltool.weights.implied_checksums import implied_checksums, rules_of
+from rltool.weights.implied_checksums import implied_checksums
 from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.stream import drain, named_tensors
+from rltool.weights.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
 
 
@@ -37,7 +36,6 @@ class TrainerActor:
         self.config = config
         self.rank = rank
         self.sender: WeightSender | None = None
-        self.buckets: list[Bucket] = []
         self.trainer: Any = None
         self.critic: Any = None
         self.saver: Any = None
@@ -78,12 +76,10 @@ class TrainerActor:
             self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
         self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
         self.recorder = Recorder(self.rank)
-        self.buckets = plan_buckets(self.trainer.weight_metadata(), config.weights.bucket_bytes)
         device = self.trainer.runtime.device
         self.sender = WeightSender(
-            config.weights, device=device, deadline=config.deadlines.bucket, model_files=config.model.path,
-            rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
-            largest_bucket=max(map(bucket_bytes, self.buckets), default=0),
+            config.weights, self.trainer.export_plan, device=device, deadline=config.deadlines.bucket,
+            model_files=config.model.path, rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
         )  # fmt: skip
         garbage.settle()
         return self.trainer.coordinates
@@ -175,8 +171,8 @@ class TrainerActor:
 
     # -- weights
 
-    def weight_metadata(self) -> Any:
-        return self.trainer.weight_metadata()
+    def export_plan(self) -> ExportPlan:
+        return self.trainer.export_plan
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         return self._sender.host(receivers, group, directory)
@@ -189,7 +185,7 @@ class TrainerActor:
         everywhere = self._sender.gathers_everywhere(urls)
         stream = self.trainer.export_weights(everywhere=everywhere)
         held = self.trainer.export_bytes(everywhere=everywhere)
-        return self._sender.send(stream, self.buckets, version, urls, stream_bytes=held)
+        return self._sender.send(stream, version, urls, stream_bytes=held)
 
     @ray.method(concurrency_group="ready")
     def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
@@ -203,8 +199,7 @@ class TrainerActor:
         try:
             if self.rank != 0:
                 return {}
-            names = [meta.name for meta in self.trainer.weight_metadata()]
-            return implied_checksums(rules_of(self.trainer.family), names, named_tensors(stream), layout)
+            return implied_checksums(self.trainer.export_plan, named_tensors(stream), layout)
         finally:
             drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 

@@ -15,6 +15,7 @@ from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.checkpoints.completion import Saved
 from rltool.config.train import TrainConfig
 from rltool.errors import PartLost
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import PARTS
 from rltool.training.devices import Device, RankDevice, check_rank_devices
 from rltool.training.placement import PlacementPlan
@@ -49,6 +50,7 @@ class TrainerGroup:
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
         self.coordinates: list[Any] = []
+        self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
         self.take_gpus: Callable[[], None] = lambda: None
         """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then."""
@@ -66,6 +68,7 @@ class TrainerGroup:
         check_rank_devices(self.device, self.devices)
         master = ask([self.ranks[0].address.remote()])[0]
         self.coordinates = ask([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks])
+        self.export_plan = ask([self.ranks[0].export_plan.remote()])[0]
 
     def load_weights(self, while_waiting: Waiting | None = None) -> None:
         self._get([rank.load_weights.remote() for rank in self.ranks], while_waiting)
@@ -192,7 +195,8 @@ class TrainerGroup:
 
     def handles(self) -> RankHandles:
         """For the rollout manager, which awaits the ranks in a weight sync."""
-        return RankHandles(self.ranks, self.coordinates, self.sharder)
+        assert self.export_plan is not None, "start comes first"
+        return RankHandles(self.ranks, self.coordinates, self.sharder, self.export_plan)
 
     def close(self) -> None:
         """A save in flight is waited for."""

@@ -1,5 +1,5 @@
-"""What can be known to be wrong from the configuration alone, before anything is started. Pure but for looking at
-paths.
+"""What can be known to be wrong before anything is started, beside the rules between keys (rltool/config/rules.py):
+files, imports, and what a verb needs to be given.
 
 Every message names the setting (and its flag) and the fix.
 """
@@ -13,7 +13,11 @@ from pathlib import Path
 from rltool.agents.pool import check_agent
 from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.import_path import load_callable
+from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.dialects import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
 from rltool.models.base import Family
@@ -25,7 +29,6 @@ from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import DataSpec, parse_spec
-from rltool.rollout.eval_set import eval_settings
 from rltool.rollout.generate import load_generate
 from rltool.rollout.group_reward import load_group_reward
 from rltool.rollout.own_evaluation import load_eval_function
@@ -35,170 +38,63 @@ from rltool.rollout.reward_pool import load_reward
 from rltool.rollout.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.asked_models import check_reward_models, check_tasks
+from rltool.training.disaggregated import check_groups
 from rltool.training.modalities import training_refusal
 from rltool.training.routing_replay import routing_of
-from rltool.training.validate_algorithm import check_algorithm
-from rltool.training.validate_engines import check_mode
-from rltool.training.validate_evaluation import check_evaluation
-from rltool.training.validate_sampling import check_sampling
-
-
-def needs_engines(config: TrainConfig) -> bool:
-    """Policy training generates; supervised training uses engines only to evaluate, and only if some were given."""
-    some = config.engines.mode != "external" or bool(config.engines.external)
-    return config.algorithm.loss == "policy" or (some and bool(config.eval.sets))
 
 
 def check_config(config: TrainConfig) -> None:
     """Raises UsageError for the first setting that cannot work."""
-    check_algorithm(config)
-    check_batch_arithmetic(config)
-    check_sampling(config)
-    check_evaluation(config, asks_engines=needs_engines(config))
+    check_own_functions(config.algorithm)
     check_files(config)
-    check_rollout(config)
     check_models(config)
-    if needs_engines(config):
-        check_mode(config)
+    if config.needs_engines:
+        check_addresses(config.engines)
+        check_teachers_engines(config)
+        check_groups(config)
 
 
 def check_models(config: TrainConfig) -> None:
-    """[models.NAME]: train updates the policy alone."""
+    """[models.NAME]: directories, and what is asked of each model."""
     for name, model in config.models.items():
-        if model.update_weights:
-            raise UsageError(
-                f"models.{name}.update_weights = true: a run updates its policy alone, so nobody would; leave it out"
-            )
-        if model.sleep == "disk" and not (
-            config.engines.shares_gpus and any(group.model == name for group in config.engines.groups)
-        ):
-            raise UsageError(
-                f'models.{name}.sleep = "disk" has no effect: of other models, only engines sleep that the run starts '
-                'on the trainer\'s GPUs (engines.mode = "colocate", and a group); leave it out'
-            )
         if model.path is not None:
             check_model_directory(model.path, setting=f"models.{name}.path")
     check_tasks(config, {name: model.task for name, model in config.models.items()})
 
 
-def check_rollout(config: TrainConfig) -> None:
-    """Settings of the collector that would have no effect, or would train on tokens that the bound forbids."""
-    rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
-    check_generation(config)
-    if rollout.partial_rollout and rollout.oversampling_factor == 1:
+def check_addresses(engines: EnginesConfig) -> None:
+    """External engines have an address."""
+    if engines.mode == "external" and not engines.external:
         raise UsageError(
-            "rollout.partial_rollout = true keeps groups that lose the race for a batch, but with "
-            "rollout.oversampling_factor = 1 there is no race; raise it, to 1.25 for example, or leave "
-            "partial_rollout out"
-        )
-    if rollout.partial_rollout and rollout.max_staleness == 0 and masked_beyond is None:
-        raise UsageError(
-            "rollout.partial_rollout = true gives a batch tokens of earlier weights, which rollout.max_staleness = 0 "
-            "forbids: set max_staleness to 1 or more, or give such tokens no loss with "
-            "algorithm.mask_tokens_older_than = 0"
-        )
-    if rollout.batch_size == "trim" and config.optimizer_steps_per_rollout == 1:
-        raise UsageError(
-            'rollout.batch_size = "trim" cuts a batch to whole global batches, but with optimizer_steps_per_rollout = '
-            '1 the batch is one: a single dropped sample would leave none; set rollout.batch_size = "dynamic", or '
-            "optimizer_steps_per_rollout to 2 or more"
-        )
-    if rollout.on_stale != "wait" and rollout.max_staleness == 0:
-        raise UsageError(
-            f'rollout.on_stale = "{rollout.on_stale}" has no effect with rollout.max_staleness = 0: '
-            "synchronous batches wait for their groups; set max_staleness to 1 or more, or leave on_stale out"
+            'engines.mode = "external" without an address: give --rollout-external HOST:PORT or '
+            "--rollout-external @runs/NAME/endpoints.json "
+            "(`rltool serve-engines` starts engines and prints the line to paste)"
         )
 
 
-def check_generation(config: TrainConfig) -> None:
-    """One way in which samples come about, and the settings of that one."""
-    rollout = config.rollout
-    chosen = [name for name in ("generate_function", "environment", "agent") if getattr(rollout, name) is not None]
-    if len(chosen) > 1:
-        raise UsageError(f"rollout.{' and rollout.'.join(chosen)} are each a whole generation: keep one of them")
-    if rollout.environment_arguments and rollout.environment is None:
-        raise UsageError("rollout.environment_arguments has no effect without rollout.environment")
-    if rollout.simulate_step_seconds and rollout.environment is None:
-        raise UsageError("rollout.simulate_step_seconds has no effect without rollout.environment")
-    if rollout.function is not None:
-        for name, default, instead in (
-            ("partial_rollout", False, "context.put_back keeps a group for the next call"),
-            ("oversampling_factor", 1.0, "context.groups gives it as many as it asks for"),
-            ("on_stale", ("wait", "mask"), "its groups are not cut off while it runs"),
-        ):
-            found = getattr(rollout, name)
-            if found != default and not (isinstance(default, tuple) and found in default):
-                raise UsageError(
-                    f"rollout.{name} = {found!r} does not go with rollout.function, which chooses its groups by "
-                    f"itself: {instead}; leave it out"
-                )
-    for name in ("generate_function", "agent"):
-        if rollout.partial_rollout and getattr(rollout, name) is not None:
-            raise UsageError(
-                f"rollout.partial_rollout = true does not go with rollout.{name}: what it has begun cannot be taken up "
-                "where it was, and would start over for every batch; leave it out: with rollout.max_staleness of 1 or "
-                "more, groups that lose the race run on for the next batch"
-            )
-    if rollout.agent is None:
-        if rollout.gateway is not None:
-            raise UsageError("rollout.gateway has no effect without rollout.agent")
+def check_own_functions(algorithm: AlgorithmConfig) -> None:
+    """The functions that [algorithm] names can be imported and called."""
+    advantage, objective = algorithm.advantage, algorithm.objective
+    if advantage.kind == "own":
+        load_callable(advantage.function, setting="algorithm.advantage", takes=("batch", "algorithm"))
+    if objective.kind == "own":
+        load_callable(objective.function, setting="algorithm.objective", takes=("logprobs", "tokens", "algorithm"))
+
+
+def check_teachers_engines(config: TrainConfig) -> None:
+    """Servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
+    if config.model.teacher is None or not config.algorithm.uses_teacher_topk:
         return
-    if not rollout.agent:
-        raise UsageError("rollout.agent = []: the words of a command line are wanted, or `package.module:function`")
-    if rollout.agent == "remote" and rollout.gateway is None:
-        raise UsageError(
-            'rollout.agent = "remote" needs rollout.gateway and rollout.gateway_key_file: a gateway that the agents\' '
-            "hosts reach (`rltool gateway --host ...`); the run's own listens on loopback"
-        )
-    if (rollout.gateway is None) != (rollout.gateway_key_file is None):
-        raise UsageError("rollout.gateway and rollout.gateway_key_file go together: its URL, and its key for sessions")
-    for name in config.eval.sets:
-        settings = eval_settings(config.eval, config.sampling, name, pass_reward=config.monitor.pass_reward)
-        for key in ("temperature", "top_p", "top_k"):
-            wanted, sampled = getattr(settings, key), getattr(config.sampling, key)
-            if wanted != sampled:
-                raise UsageError(
-                    f"eval set {name}: {key} = {wanted:g}, but with rollout.agent the gateway samples every turn at "
-                    f"sampling.{key} = {sampled:g}: set both to one value"
-                )
-
-
-def check_batch_arithmetic(config: TrainConfig) -> None:
-    """prompts x samples = global batch x optimizer steps, and every data-parallel rank gets a sample in every step."""
-    rollout, sampling, steps = config.rollout, config.sampling, config.optimizer_steps_per_rollout
-    samples_per_prompt = rollout.samples_per_prompt if config.algorithm.loss == "policy" else 1
-    samples = rollout.prompts_per_step * samples_per_prompt
-    said = (
-        f"rollout.prompts_per_step {rollout.prompts_per_step} x rollout.samples_per_prompt {samples_per_prompt} = "
-        f"{samples} samples"
-    )
-    if rollout.prompts_per_step % steps:
-        fix = rollout.prompts_per_step - rollout.prompts_per_step % steps or steps
-        raise UsageError(
-            f"{said} do not split into optimizer_steps_per_rollout = {steps} equal batches of whole prompt groups: "
-            f"{rollout.prompts_per_step % steps} prompts remain; set rollout.prompts_per_step to a multiple of "
-            f"{steps}, such as {fix}"
-        )
-    if config.global_batch_size is not None and config.global_batch_size * steps != samples:
-        raise UsageError(
-            f"{said}, but global_batch_size {config.global_batch_size} x optimizer_steps_per_rollout {steps} = "
-            f"{config.global_batch_size * steps}; set global_batch_size to {samples // steps}, or leave it out"
-        )
-    ranks = config.trainer.layout.dp
-    if samples // steps < ranks:
-        raise UsageError(
-            f"{said} in {steps} optimizer steps leave {samples // steps} samples for {ranks} data-parallel ranks; "
-            "raise rollout.prompts_per_step"
-        )
-    longest = sampling.max_prompt_tokens + sampling.max_response_tokens
-    cut = config.trainer.context_parallel
-    if longest > config.trainer.micro_batch_tokens:
-        shared = f" on each of {cut} context-parallel ranks" if cut > 1 else ""
-        raise UsageError(
-            f"sampling.max_prompt_tokens {sampling.max_prompt_tokens} + sampling.max_response_tokens "
-            f"{sampling.max_response_tokens} = {longest} tokens do not fit trainer.max_tokens_per_micro_batch = "
-            f"{config.trainer.max_tokens_per_micro_batch}{shared}; raise it to at least {-(-longest // cut)}"
-        )
+    topk = config.algorithm.distill_top_k
+    for group in config.engines.groups:
+        if group.model != config.model.teacher:
+            continue
+        most = launches(group.engine).max_logprobs(group.flags)
+        if most < topk:
+            raise UsageError(
+                f"algorithm.distill_top_k = {topk} is more than the engines of group {group.name!r} give "
+                f'({most:g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
+            )
 
 
 def check_model(config: TrainConfig) -> None:

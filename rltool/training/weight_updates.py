@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from rltool.engines.fleet import Fleet, State
-from rltool.engines.fleet_state import Member
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member, State
 from rltool.errors import RltoolError
 from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted
@@ -27,18 +27,27 @@ RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""
 
 
+@dataclass(frozen=True)
+class Oversight:
+    """What watches over the engines of one model: their health, whose they are, whether enough of them are left."""
+
+    monitor: FleetMonitor
+    ownership: Ownership
+    guard: EngineGuard
+
+
 class WeightUpdates:
-    """lock: held while a sync runs. check_all: values of every engine are compared at each sync of the driver's.
-    is_stopping: asked while no engine is there to sync. say: one line for the user."""
+    """check_all: values of every engine are compared at each sync of the driver's. is_stopping: asked while no engine
+    is there to sync."""
 
     def __init__(
-        self, sync: WeightSync, comparison: Comparison, fleet: Fleet, book: VersionBook, monitor: FleetMonitor,
-        ownership: Ownership, guard: EngineGuard, *, lock: asyncio.Lock, check_all: bool,
-        is_stopping: Callable[[], bool], say: Callable[[str], None],
+        self, engines: EngineSet, oversight: Oversight, sync: WeightSync, comparison: Comparison, book: VersionBook, *,
+        check_all: bool, is_stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._sync, self._comparison, self._fleet, self._book, self._monitor = sync, comparison, fleet, book, monitor
-        self._ownership, self._guard, self._lock = ownership, guard, lock
-        self._check_all, self._is_stopping, self._say = check_all, is_stopping, say
+        self._fleet, self._say, self.trainer, self._lock = engines.fleet, engines.log, sync.trainer, sync.trainer.lock
+        self._monitor, self._ownership, self._guard = oversight.monitor, oversight.ownership, oversight.guard
+        self._sync, self._comparison, self._book = sync, comparison, book
+        self._check_all, self._is_stopping = check_all, is_stopping
         self._asked: list[_Asked] = []
         self._wake = asyncio.Event()
         self._differed = False  # the values of all engines, in the last attempt that failed
@@ -122,7 +131,7 @@ class WeightUpdates:
                 await asyncio.wait_for(self._wake.wait(), RESYNC_SECONDS)
             async with self._lock:
                 await self._compare_as_asked()
-            stale = {m.url for m in self._fleet.members() if m.state is State.STALE and m.takes_weights}
+            stale = {member.url for member in self._fleet.members(State.STALE) if member.takes_weights}
             if not stale or self._book.published is None:
                 continue
             async with self._lock:
@@ -144,12 +153,11 @@ class WeightUpdates:
         self._wake.clear()
         while self._asked:
             asked = self._asked.pop(0)
-            members = {member.url: member for member in self._fleet.members()}
-            there = [url for url in asked.urls if url in members]  # one may have left since
-            serving = [url for url in there if members[url].state is State.READY]
+            there = [member for member in map(self._fleet.find, asked.urls) if member is not None]  # one may have left
+            serving = [member for member in there if member.state is State.READY]
             try:
                 verdicts = await self._comparison.compare(serving)
-                asked.settle({url: verdicts.get(url) or _not_serving(members[url]) for url in there})
+                asked.settle({member.url: verdicts.get(member.url) or _not_serving(member) for member in there})
             except Exception as error:  # of a rank: the driver meets it by itself
                 asked.settle(error)
 

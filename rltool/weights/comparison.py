@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from rltool.engines.checksums import Checksums, Compared, compare, with_ranks
-from rltool.engines.client import EngineClient
 from rltool.engines.disaggregation import generate_at
-from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Member
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
@@ -34,28 +33,29 @@ SAMPLES = 4
 class _Found:
     """What one engine showed. checksums: {} where it has none."""
 
+    info: EngineInfo
     completions: list[Completion]
     checksums: Checksums
 
 
 class Comparison:
-    """endpoints, infos: of the engines, live views. deadline: seconds for each answer of an engine. gpus: where they
+    """deadline: seconds for each answer of an engine. gpus: where they
     sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this. described:
     adds what an engine does not tell of its model and can be read elsewhere."""
 
     def __init__(
-        self, client: EngineClient, fleet: Fleet, endpoints: Mapping[str, EngineEndpoint],
-        infos: Mapping[str, EngineInfo], ranks: Ranks, check: ValueCheck, *, deadline: float,
+        self, engines: EngineSet, ranks: Ranks, check: ValueCheck, *, deadline: float,
         gpus: SharedGpus | None = None, described: Callable[[EngineInfo], EngineInfo] = lambda info: info,
     ) -> None:  # fmt: skip
         self._described = described
-        self._client, self._fleet, self._endpoints, self._infos = client, fleet, endpoints, infos
+        self._client, self._fleet = engines.client, engines.fleet
         self._ranks, self._check, self._deadline, self._gpus = ranks, check, deadline, gpus
 
-    async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
+    async def compare(self, engines: Sequence[Member]) -> dict[str, Verdict]:
         """By URL. An engine that does not answer is not equal; what a rank raises is raised."""
         request = replace(self._check.request(), n=SAMPLES)
-        looks = await asyncio.gather(*(self._look(url, request) for url in urls))
+        urls = [engine.url for engine in engines]
+        looks = await asyncio.gather(*(self._look(engine, request) for engine in engines))
         found = {url: look for url, look in zip(urls, looks, strict=True) if isinstance(look, _Found)}
         verdicts = {url: Verdict(False, [look]) for url, look in zip(urls, looks, strict=True) if isinstance(look, str)}
         if found:
@@ -71,17 +71,18 @@ class Comparison:
         verdicts: dict[str, Verdict] = {}
         for url, look in found.items():
             samples = [Sampled.of(request.prompt_ids, completion) for completion in look.completions]
-            parameters = await self._parameters(self._infos[url], look.checksums, digests)
-            verdicts[url] = verdict(parameters, samples, [next(scores) for _ in samples], self._check.allowed(url))
+            parameters = await self._parameters(look.info, look.checksums, digests)
+            allowed = self._check.allowed(look.info)
+            verdicts[url] = verdict(parameters, samples, [next(scores) for _ in samples], allowed)
         return verdicts
 
-    async def _look(self, url: str, request: GenerateRequest) -> _Found | str:
-        endpoint = self._endpoints[url]
+    async def _look(self, engine: Member, request: GenerateRequest) -> _Found | str:
         try:
             completions = await generate_at(
-                self._client, self._fleet, self._endpoints, url, request, timeout=self._deadline, attempts=1
+                self._client, self._fleet, engine, request, timeout=self._deadline, attempts=1
             )
-            return _Found(completions, await self._client.checksums(endpoint, timeout=self._deadline) or {})
+            checksums = await self._client.checksums(engine.endpoint, timeout=self._deadline)
+            return _Found(engine.info, completions, checksums or {})
         except EngineError as error:
             return str(error)
 
@@ -89,7 +90,7 @@ class Comparison:
         self, info: EngineInfo, checksums: Checksums, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
     ) -> Compared | str:
         """digests: the ranks' by layout, each made once, for it reads the whole model."""
-        layout = layout_of(self._described(info), checksums, self._check.trainer_dtype)
+        layout = layout_of(self._described(info), checksums, self._ranks.plan.dtype)
         if isinstance(layout, str):
             return layout
         if layout not in digests:

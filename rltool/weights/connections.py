@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects import controls
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet import Member, State
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.types import EngineInfo, HttpRequest, TensorMeta
+from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
+from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.weights.engine_calls import Act, EngineCalls
@@ -42,16 +43,17 @@ STEP_SHARE = 2
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited: all of them (ranks_together). Every rank knows the buckets: they follow from the
-    metadata and weights.bucket_bytes (plan_buckets)."""
+    """The trainer's ranks, awaited: all of them (ranks_together). plan: what they send; every rank has the same, and
+    cuts it into the same buckets (weights.bucket_bytes)."""
 
-    async def weight_metadata(self) -> list[TensorMeta]: ...
+    plan: ExportPlan
+
     async def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]: ...
     async def join(self) -> Failures: ...
     async def send(self, version: str, urls: Collection[str]) -> SendReport: ...
 
     async def ready(self, url: str, version: str, number: int, seconds: float) -> None:
-        """Beside `send`, of the ranks that send to this engine: see AcknowledgedSender. Raises EngineError."""
+        """Beside `send`, of the ranks that send to this engine: see SenderTransport.ready. Raises EngineError."""
         ...
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
@@ -73,6 +75,18 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
+class Trainer:
+    """What sends the weights. device: cpu or cuda; directory: of this run alone, for transports that leave files;
+    vocab_size: of its model; lock: held while a weight sync runs, for the ranks take part in one at a time."""
+
+    ranks: Ranks
+    device: str
+    directory: Path
+    vocab_size: int
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
 class Connection:
     """boot_id: of the engine's process that joined."""
 
@@ -89,20 +103,19 @@ class Connection:
 class _Chosen:
     """An engine that is about to join, and how."""
 
+    engine: Member
     receiver: Receiver
     transport: Transport
 
 
 class Connections:
-    """infos: live, by URL. trainer_device: cpu or cuda; directory: of this run alone, for transports that leave
-    files. shares_gpus: engines and ranks are on the same ones."""
+    """shares_gpus: engines and ranks are on the same ones."""
 
     def __init__(
-        self, calls: EngineCalls, fleet: Fleet, infos: Mapping[str, EngineInfo], ranks: Ranks, config: WeightsConfig,
-        *, trainer_device: str, directory: Path, shares_gpus: bool = False,
-    ) -> None:  # fmt: skip
-        self._calls, self._fleet, self._infos, self._ranks, self._config = calls, fleet, infos, ranks, config
-        self._trainer_device, self._directory, self._shares_gpus = trainer_device, directory, shares_gpus
+        self, calls: EngineCalls, trainer: Trainer, config: WeightsConfig, *, shares_gpus: bool = False
+    ) -> None:
+        self._calls, self._fleet, self._ranks, self._config = calls, calls.fleet, trainer.ranks, config
+        self._trainer, self._shares_gpus = trainer, shares_gpus
         self._connected: dict[str, Connection] = {}
         self._left: set[str] = set()  # engines whose groups the ranks have not left yet
 
@@ -113,85 +126,85 @@ class Connections:
         """It is to be connected anew."""
         self._connected.pop(url, None)
 
-    async def connect(self, urls: Sequence[str]) -> tuple[set[str], Failures]:
-        """Engines without a connection to this process of theirs join one each. Returns those, and the failures."""
+    async def connect(self, engines: Sequence[Member]) -> tuple[set[str], dict[str, EngineError]]:
+        """Engines without a connection to this process of theirs join one each. Returns those, and the errors by
+        URL."""
         if self._left:
             left, self._left = sorted(self._left), set()
             await self._ranks.leave_transfer(left)
-        new = [url for url in urls if not self._is_connected(url)]
+        new = [engine for engine in engines if not self._is_connected(engine)]
         # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
-        failures = await self._calls.gather(new, self._calls.answers)
-        chosen, refused = self._choose([url for url in new if url not in failures])
-        failures |= refused
+        errors = await self._calls.gather([engine.endpoint for engine in new], self._calls.answers)
+        chosen, refused = self._choose([engine for engine in new if engine.url not in errors])
+        errors |= refused
         if not chosen:
-            return set(), failures
-        meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._directory)
+            return set(), errors
+        meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._trainer.directory)
         async with beside(self._ranks.join()) as (joining,):
             try:
-                answered = await self._calls.gather(list(meeting), self._join(chosen, meeting, joining))
+                hosted = [chosen[url].engine.endpoint for url in meeting]
+                answered = await self._calls.gather(hosted, self._join(chosen, meeting, joining))
             finally:
                 joined = await joining
         # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
-        failures |= joined | answered
-        failures |= {url: NO_RANK for url in chosen if url not in meeting and url not in failures}
+        errors |= {url: EngineError(reason) for url, reason in joined.items()} | answered
+        errors |= {url: EngineError(NO_RANK) for url in chosen if url not in meeting and url not in errors}
         self._connected |= {
-            url: Connection(self._boot_id(url), each.transport, meeting[url])
+            url: Connection(each.engine.boot_id, each.transport, meeting[url])
             for url, each in chosen.items()
-            if url not in failures
+            if url not in errors
         }
-        return set(chosen), failures
+        return set(chosen), errors
 
     async def leave_engine(self, url: str) -> None:
         """One engine leaves the run. The ranks, which may be in a training step now, leave its group at the next sync.
         Raises EngineError."""
         self._left.add(url)
-        connection = self._connected.pop(url, None)
-        if connection is not None:
-            await _leave(self._calls.run_briefly, self._calls.endpoints[url], connection.control)
+        connection, engine = self._connected.pop(url, None), self._fleet.find(url)
+        if connection is not None and engine is not None:
+            await _leave(self._calls.run_briefly, engine.endpoint, connection.control)
 
     async def leave(self, ceded: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
-        calls, urls = self._calls, [url for url in self._connected if url not in ceded and url in self._calls.endpoints]
+        calls, ours = self._calls, [m for m in self._fleet.members() if m.url not in ceded]
 
         async def leave(endpoint: EngineEndpoint) -> None:
             await _leave(calls.run, endpoint, self._connected[endpoint.url].control)
 
         async def resume(endpoint: EngineEndpoint) -> None:
-            await calls.run(endpoint, dialect(endpoint.dialect or "").resume())
+            await calls.run(endpoint, controls(endpoint.dialect or "").resume())
 
-        failures = await calls.gather(urls, leave)
+        errors = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
         gone = (State.DEAD, State.STARTING, State.ASLEEP)
         members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
-        failures = await calls.gather([m.url for m in members if m.url not in ceded], resume) | failures
+        errors = await calls.gather([m.endpoint for m in members if m.url not in ceded], resume) | errors
         self._connected = {}
         await self._ranks.leave_transfer()
-        return failures
+        return {url: str(error) for url, error in errors.items()}
 
     # -- the rest is private
 
-    def _is_connected(self, url: str) -> bool:
+    def _is_connected(self, engine: Member) -> bool:
         """Whether its group is with this process of it. One whose weights are not known to be ours may be another
         process: its owner may have started it again with the same boot id, or it tells none."""
-        is_known = url in self._connected and self._connected[url].boot_id == self._boot_id(url)
-        return is_known and self._fleet.member(url).version is not None
+        connection = self._connected.get(engine.url)
+        return connection is not None and connection.boot_id == engine.boot_id and engine.version is not None
 
-    def _boot_id(self, url: str) -> str | None:
-        return self._fleet.member(url).boot_id
-
-    def _choose(self, urls: Sequence[str]) -> tuple[dict[str, _Chosen], Failures]:
+    def _choose(self, engines: Sequence[Member]) -> tuple[dict[str, _Chosen], dict[str, EngineError]]:
         """How weights reach each; an engine that was started again may be another one than was checked at first."""
-        chosen, refused = {}, {}
-        for url in urls:
-            info, endpoint = self._infos[url], self._calls.endpoints[url]
+        chosen, refused = dict[str, _Chosen](), dict[str, EngineError]()
+        for engine in engines:
+            url, info, endpoint = engine.url, engine.info, engine.endpoint
             try:
-                backend = choose_for(endpoint, info, self._config, self._trainer_device, shares_gpus=self._shares_gpus)
+                backend = choose_for(endpoint, info, self._config, self._trainer.device, shares_gpus=self._shares_gpus)
             except UsageError as error:
-                refused[url] = str(error)
+                refused[url] = EngineError(str(error))
                 continue
             kind = transport(info.dialect, backend)
             if self._config.of(url, endpoint.group).staged and kind.staged is not None:  # None: with "auto" alone
                 kind = replace(kind, control=kind.staged)
-            chosen[url] = _Chosen(Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids), kind)
+            receiver = Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids)
+            chosen[url] = _Chosen(engine, receiver, kind)
         return chosen, refused
 
     def _join(

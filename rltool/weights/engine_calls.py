@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
-from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineTimedOut, EngineUnreachable
-from rltool.weights.liveness import EngineSilent, while_alive
-from rltool.weights.sync_report import Failures
+from rltool.weights.liveness import while_alive
 
 LEAVE_SECONDS = 5.0
 """For telling an engine whose update failed to leave its group, or one that has fallen silent to resume;
@@ -20,14 +19,10 @@ Act = Callable[[EngineEndpoint], Awaitable[None]]
 
 
 class EngineCalls:
-    """endpoints: a live view, by URL. deadline: seconds for each step (deadlines.sync_step).
+    """deadline: seconds for each step (deadlines.sync_step)."""
 
-    silent: engines that answered nothing any more, since the owner emptied it.
-    """
-
-    def __init__(self, client: EngineClient, endpoints: Mapping[str, EngineEndpoint], deadline: float) -> None:
-        self.client, self.endpoints, self.deadline = client, endpoints, deadline
-        self.silent: set[str] = set()
+    def __init__(self, engines: EngineSet, deadline: float) -> None:
+        self.client, self.fleet, self.deadline = engines.client, engines.fleet, deadline
 
     async def run(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
         await self.client.run(endpoint, requests, timeout=self.deadline)
@@ -45,18 +40,20 @@ class EngineCalls:
         except EngineError:
             pass
 
-    async def gather(self, urls: Sequence[str], act: Act) -> Failures:
-        """`act` on all of them; an engine that answers no health check any more meanwhile is given up."""
-        steps = (while_alive(self.client, self.endpoints[url], act(self.endpoints[url])) for url in urls)
+    async def gather(self, endpoints: Sequence[EngineEndpoint], act: Act) -> dict[str, EngineError]:
+        """`act` on all of them; an engine that answers no health check any more meanwhile is given up. Returns the
+        errors by URL."""
+        steps = (while_alive(self.client, endpoint, act(endpoint)) for endpoint in endpoints)
         results = await asyncio.gather(*steps, return_exceptions=True)
-        failures = {}
-        for url, result in zip(urls, results, strict=True):
-            if isinstance(result, EngineSilent):
-                self.silent.add(url)
-            if isinstance(result, EngineTimedOut):
-                result = result.named("deadlines.sync_step")
+        errors = dict[str, EngineError]()
+        for url, result in zip((endpoint.url for endpoint in endpoints), results, strict=True):
             if isinstance(result, EngineError):
-                failures[url] = str(result)
+                errors[url] = named_deadline(result)
             elif isinstance(result, BaseException):
                 raise result  # a bug of ours, not a failure of the engine
-        return failures
+        return errors
+
+
+def named_deadline(error: EngineError) -> EngineError:
+    """The error of a step, with the name of the deadline where it has passed one."""
+    return error.named("deadlines.sync_step") if isinstance(error, EngineTimedOut) else error

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from rltool.engines.checksums import parts_of_parameters
-from rltool.models.base import Family, Parameter
+from rltool.engines.wire import dtype_of
+from rltool.megatron.export_plan import ExportPlan
+from rltool.models.base import Parameter
 from rltool.weights.digests import DIGESTS
 from rltool.weights.parameter_layout import ParameterLayout
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the rows of an embedding to a multiple of it, with zeros."""
 
-Rules = Mapping[str, Parameter]
-"""HF name -> the parameter that tells how tensor parallelism cuts it."""
 
-
-def rules_of(family: Family) -> Rules:
-    """Without experts, of which engines stack those of a layer in ways of their own."""
-    return {name: p for p in family.parameters if p.expert is None for name, _ in p.hf}
+def _rules(plan: ExportPlan) -> dict[str, Parameter]:
+    """Name -> the parameter by which tensor parallelism cuts the tensor, in the plan's order. Without experts, of which
+    engines stack those of a layer in ways of their own, and without quantised tensors and their scales, which they
+    arrange for their kernels."""
+    plain = (export for export in plan.exports if export.parameter.expert is None)
+    return {
+        meta.name: export.parameter
+        for export in plain
+        for meta in export.tensors
+        if (meta.name, meta.shape) in export.parameter.hf and dtype_of(meta.dtype).itemsize > 1
+    }
 
 
 def implied_checksums(
-    rules: Rules, names: Sequence[str], tensors: Iterable[tuple[str, Tensor]], layout: ParameterLayout
+    plan: ExportPlan, tensors: Iterable[tuple[str, Tensor]], layout: ParameterLayout
 ) -> dict[str, tuple[str, ...]]:
     """The engine's name of a parameter -> its digest on each tensor-parallel rank: of the bytes in the layout's dtype,
     with projections that engines keep in one matrix below each other, and embeddings padded.
 
-    names: all Hugging Face names that come; tensors: in any order, on any device. Those without a rule, and those that
-    the ranks do not divide evenly, are passed over. At most the parts of parameters that are not complete yet are held,
+    tensors: the plan's by name, in any order, on any device. Those whose cut is not known, and those that the ranks do
+    not divide evenly, are passed over. At most the parts of parameters that are not complete yet are held,
     so the tensors may be a stream of a model larger than the host's memory. SGLang's digest of tensors on a GPU is made
     where they are: on a CPU it takes much longer.
     """
-    ranks, dtype = layout.tensor_parallel, getattr(torch, layout.dtype)
+    rules, ranks, dtype = _rules(plan), layout.tensor_parallel, getattr(torch, layout.dtype)
     digest, device = DIGESTS[layout.digest], None if layout.digest == "sglang_cuda" else "cpu"
-    parts = parts_of_parameters([name for name in names if name in rules and _divides(rules[name], ranks)])
+    parts = parts_of_parameters([name for name, rule in rules.items() if _divides(rule, ranks)])
     parameter_of = {part: parameter for parameter, of_it in parts.items() for part in of_it}
     waiting: dict[str, dict[str, Tensor]] = {}
     digests: dict[str, tuple[str, ...]] = {}

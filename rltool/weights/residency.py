@@ -15,12 +15,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rltool.engines.dialect import Dialect, SleepLevel
-from rltool.engines.dialects import dialect
+from rltool.engines.dialect import Controls, SleepLevel
+from rltool.engines.dialects import controls, launches
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import UsageError
 from rltool.megatron.offload import Part
-from rltool.weights.connections import Ranks
+from rltool.weights.connections import Trainer
 
 SENT: tuple[Part, ...] = ("parameters",)
 """What a weight sync needs of the trainer on its devices."""
@@ -41,7 +41,7 @@ class EngineResidency(Protocol):
 class Sleep:
     """level: see dialect.SleepLevel."""
 
-    dialect: Dialect
+    dialect: Controls
     level: SleepLevel
 
     def release(self) -> list[HttpRequest]:
@@ -58,7 +58,7 @@ class Sleep:
 class SleepToDisk:
     """Without its weights, which it loads again from `model`, where it read them when it started."""
 
-    dialect: Dialect
+    dialect: Controls
     model: str | None
 
     def release(self) -> list[HttpRequest]:
@@ -75,7 +75,7 @@ class SleepToDisk:
 class Pause:
     """In place of sleep, where there is no GPU memory to free."""
 
-    dialect: Dialect
+    dialect: Controls
 
     def release(self) -> list[HttpRequest]:
         return self.dialect.pause("abort")
@@ -95,7 +95,7 @@ def residency_of(
 
     UsageError, a sentence without the engine's name, for one that was not started for that.
     """
-    speaks, levels = dialect(info.dialect, plugin=info.plugin), info.sleep_levels
+    speaks, levels = controls(info.dialect, plugin=info.plugin), info.sleep_levels
     if updated and 2 in levels:
         return Sleep(speaks, 2)
     if from_disk and 2 in levels:
@@ -109,10 +109,9 @@ def residency_of(
         return Sleep(speaks, 1)
     if trainer_device == "cpu":
         return Pause(speaks)
-    flags = {"vllm": "--enable-sleep-mode", "sglang": "--enable-memory-saver"}[info.dialect]
-    if not updated and not from_disk and info.dialect == "sglang":
-        flags += " --enable-weights-cpu-backup"
-    raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {flags}")
+    memory = launches(info.dialect).memory
+    flags = memory.sleep if updated or from_disk else (*memory.sleep, *memory.keep_weights)
+    raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {' '.join(flags)}")
 
 
 def check_residency(
@@ -127,17 +126,14 @@ def check_residency(
 
 
 class SharedGpus:
-    """What a weight sync asks where engines sit on the trainer's GPUs. infos: of the engines, live, by URL. end(url,
-    why): ends the process of an engine, which is started again."""
+    """What a weight sync asks where engines sit on the trainer's GPUs. end(url, why): ends the process of an engine,
+    which is started again."""
 
-    def __init__(
-        self, ranks: Ranks, infos: Mapping[str, EngineInfo], trainer_device: str,
-        end: Callable[[str, str], Awaitable[None]],
-    ) -> None:  # fmt: skip
-        self._ranks, self._infos, self._trainer_device, self.end = ranks, infos, trainer_device, end
+    def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]]) -> None:
+        self._ranks, self._trainer_device, self.end = trainer.ranks, trainer.device, end
 
-    def residency(self, url: str) -> EngineResidency:
-        return residency_of(self._infos[url], self._trainer_device, updated=True)
+    def residency(self, info: EngineInfo) -> EngineResidency:
+        return residency_of(info, self._trainer_device, updated=True)
 
     @asynccontextmanager
     async def parameters(self) -> AsyncIterator[None]:

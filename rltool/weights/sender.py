@@ -16,20 +16,17 @@ from pathlib import Path
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
+from rltool.megatron.export_plan import ExportPlan, Stream, drain
 from rltool.processes import garbage
 from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers, Taking
 from rltool.weights.channel import Call, Channel
 from rltool.weights.delta_encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 from rltool.weights.sending import Sending, end_in_order
-from rltool.weights.stream import Stream, drain, fill_buckets
+from rltool.weights.stream import fill_buckets
 from rltool.weights.transport import (
-    AcknowledgedSender,
-    HoldingSender,
-    PatchSender,
     Receiver,
     Rendezvous,
     SenderFactory,
@@ -61,16 +58,17 @@ class WeightSender:
     """Lives in each trainer rank. One call at a time; `abort` and `ready` alone may come from other threads, at any
     time. What one rank is told, all are told, in the same order.
 
-    device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket (deadlines.bucket);
-    model_files, gpu, largest_bucket: see SenderOptions.
+    plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
+    (deadlines.bucket); model_files, gpu: see SenderOptions.
     """
 
     def __init__(
-        self, config: WeightsConfig, *, device: torch.device, deadline: float, model_files: Path, rank: int = 0,
-        gpu: str = "", largest_bucket: int = 0,
+        self, config: WeightsConfig, plan: ExportPlan, *, device: torch.device, deadline: float, model_files: Path,
+        rank: int = 0, gpu: str = "",
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
-        self.rank, self.gpu, self.largest_bucket = rank, gpu, largest_bucket
+        self.rank, self.gpu = rank, gpu
+        self._buckets = plan.buckets(config.bucket_bytes)
         self._channels: dict[str, Channel] = {}
         self._elsewhere: set[str] = set()  # engines that other ranks send to
         self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank
@@ -85,8 +83,8 @@ class WeightSender:
         is, by URL; where that fails, `join` says why. Connections with others stay. directory: of this run alone, for
         transports that leave files."""
         options = SenderOptions(
-            group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu, self.largest_bucket,
-            self._encoder,
+            group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu,
+            max(map(bucket_bytes, self._buckets), default=0), self._encoder,
         )  # fmt: skip
         self.leave([receiver.url for receiver in receivers])
         here = [receiver for receiver in receivers if self._sends_to(receiver)]
@@ -113,10 +111,8 @@ class WeightSender:
         return self._drop_failed(hosted)
 
     @garbage.paused()
-    def send(
-        self, stream: Stream, buckets: Sequence[Bucket], version: str, urls: Collection[str], *, stream_bytes: int = 0
-    ) -> SendReport:
-        """Send every bucket to these engines. Other engines' connections stay as they are. stream_bytes: what the
+    def send(self, stream: Stream, version: str, urls: Collection[str], *, stream_bytes: int = 0) -> SendReport:
+        """Send the plan's tensors to these engines. Other engines' connections stay as they are. stream_bytes: what the
         stream holds on the device while it is produced, which is reported with the rest.
 
         An engine that fails, or holds a bucket too long, is left out from there on. The stream is drained in any case:
@@ -126,11 +122,11 @@ class WeightSender:
         known = [url for url in urls if url in self._channels]
         unknown = {url: NOT_CONNECTED for url in urls if url not in self._channels and url not in self._elsewhere}
         channels = self._of(known)
-        encoder = self._encoder if any(isinstance(c.transport, PatchSender) for c in channels) else None
+        encoder = self._encoder if any(c.transport.encoder is not None for c in channels) else None
         memory = Memory.on(self.device, stream_bytes)
         try:
             if channels:
-                memory += self._feed(stream, buckets, version, channels, encoder)
+                memory += self._feed(stream, version, channels, encoder)
             else:
                 drain(stream)
         except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
@@ -143,7 +139,7 @@ class WeightSender:
             failures = self._drop_failed(known)
             if encoder is not None:
                 encoder.release()
-        size = sum(map(bucket_bytes, buckets))
+        size = sum(map(bucket_bytes, self._buckets))
         patch_bytes = encoder.patch_bytes if encoder is not None else None
         return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory)
 
@@ -153,11 +149,10 @@ class WeightSender:
         return not self._by_every_rank.isdisjoint(urls)
 
     def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
-        """See AcknowledgedSender. None: the next bucket is there; else why it does not come."""
+        """See SenderTransport.ready. None: the next bucket is there; else why it does not come."""
         channel = self._channels.get(url)
         if channel is None:
             return self._dropped.get(url, NOT_CONNECTED)
-        assert isinstance(channel.transport, AcknowledgedSender), "others are not asked"
         try:
             channel.transport.ready(version, number, seconds)
         except TransportError as error:
@@ -211,15 +206,13 @@ class WeightSender:
             self._shared[kind.sender] = channel
         return channel
 
-    def _feed(
-        self, stream: Stream, buckets: Sequence[Bucket], version: str, channels: Sequence[Channel],
-        encoder: DeltaEncoder | None,
-    ) -> Memory:  # fmt: skip
+    def _feed(self, stream: Stream, version: str, channels: Sequence[Channel], encoder: DeltaEncoder | None) -> Memory:
         """encoder: where a channel sends what it makes, which is on the CPU. Returns what all of them held at most."""
 
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
+        buckets = self._buckets
         if encoder is not None:
             encoder.begin(version, buckets)
         begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]
@@ -246,8 +239,7 @@ class WeightSender:
             encoder.finish()
         for channel, last in [(channel, submit(channel, channel.transport.finish)) for channel in channels]:
             channel.wait(last)
-        transports = (channel.transport for channel in channels)
-        own = sum((transport.memory for transport in transports if isinstance(transport, HoldingSender)), NONE)
+        own = sum((channel.transport.memory for channel in channels), NONE)
         return buffers.memory + own + Memory(host=encoder.held_bytes if encoder is not None else 0)
 
     def _of(self, urls: Collection[str]) -> list[Channel]:

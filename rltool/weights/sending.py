@@ -14,7 +14,7 @@ from torch import Tensor
 from rltool.engines.types import Bucket
 from rltool.weights.buffers import Taking
 from rltool.weights.channel import Call, Channel
-from rltool.weights.transport import PipelinedSender, SenderTransport, Work
+from rltool.weights.transport import SenderTransport, Work
 
 
 class Sending:
@@ -27,7 +27,7 @@ class Sending:
 
     @property
     def is_pipelined(self) -> bool:
-        return isinstance(self._to, PipelinedSender) and self._to.announced_ahead
+        return self._to.announced_ahead
 
     def begin(self) -> None:
         assert self._flat is not None, "once"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.types import Bucket
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
-
-Stream = Iterable[tuple[TensorMeta, Tensor | None]]
-"""(metadata, tensor) in the announced order; None on all but the sending rank. Producing it is a collective of all
-ranks."""
+from rltool.megatron.export_plan import Stream
 
 
 class WeightStreamError(RltoolError):
@@ -52,12 +49,6 @@ def fill_buckets(
         yield bucket, flat
     if (extra := next(source, None)) is not None:
         raise WeightStreamError(f"the stream goes on after the last announced tensor, with {extra[0]}")
-
-
-def drain(stream: Stream) -> None:
-    """What the ranks that do not send do: take part in the collectives that produce the stream."""
-    for item in stream:
-        del item  # else it holds its gather's buffer while there is a next one
 
 
 def named_tensors(stream: Stream) -> Iterator[tuple[str, Tensor]]:

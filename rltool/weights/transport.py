@@ -21,7 +21,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.weights.delta_encoder import DeltaEncoder
-from rltool.weights.memory import Memory
+from rltool.weights.memory import NONE, Memory
 
 Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
@@ -95,7 +95,8 @@ class Work(Protocol):
 
 
 class SenderTransport(Protocol):
-    """The trainer's end of one connection, in one rank. Made by its factory without side effects.
+    """The trainer's end of one connection, in one rank, and a base class for it. Made by its factory without side
+    effects.
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
     All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
@@ -104,6 +105,16 @@ class SenderTransport(Protocol):
 
     device: torch.device
     """Where the buckets given to `send` must lie: the CPU for gloo and disk, the trainer's GPU for NCCL."""
+    announced_ahead: bool = False
+    """Whether the engine waits for all buckets of the update, and not for one at a time: then a bucket can be sent
+    while the one before it is on its way, and their works are waited for in order."""
+    encoder: DeltaEncoder | None = None
+    """Of one that sends what this has made of each bucket (weights.delta)."""
+
+    @property
+    def memory(self) -> Memory:
+        """What it held at most beside the buckets that it was given, in the sync that was begun last."""
+        return NONE
 
     def host(self) -> Rendezvous:
         """Listening from now on."""
@@ -135,40 +146,11 @@ class SenderTransport(Protocol):
         """Leave the group. Idempotent."""
         ...
 
-
-@runtime_checkable
-class AcknowledgedSender(SenderTransport, Protocol):
-    """One that learns only from the rollout manager that its engine has taken a bucket."""
-
     def ready(self, version: str, number: int, seconds: float) -> None:
-        """From any thread: the engine has taken the first `number` buckets of `version`. Returns once the next one lies
-        there for it, or there is none. Raises TransportError where it does not come within so many seconds."""
-        ...
-
-
-@runtime_checkable
-class PipelinedSender(SenderTransport, Protocol):
-    """One that can take a bucket while the one before it is on its way; their works are waited for in order."""
-
-    announced_ahead: bool
-    """Whether the engine waits for all buckets of the update, and not for one at a time: only then is it done."""
-
-
-@runtime_checkable
-class PatchSender(SenderTransport, Protocol):
-    """One that sends what the encoder has made of each bucket (weights.delta)."""
-
-    encoder: DeltaEncoder
-
-
-@runtime_checkable
-class HoldingSender(SenderTransport, Protocol):
-    """One that has memory of its own beside the buckets that it is given."""
-
-    @property
-    def memory(self) -> Memory:
-        """What that was at most, in the sync that was begun last."""
-        ...
+        """From any thread, where the control is `acknowledged`: the engine has taken the first `number` buckets of
+        `version`. Returns once the next one lies there for it, or there is none. Raises TransportError where it does
+        not come within so many seconds."""
+        raise TransportError("its engine acknowledges no buckets")
 
 
 class ReceiverControl(Protocol):
@@ -177,7 +159,7 @@ class ReceiverControl(Protocol):
     after_send: the engine takes what the ranks have left for it, once they have sent everything. staged: it takes the
     buckets beside the sending, by `prefetch`. Either way it generates until `prefetch` has been answered, and only then
     is it paused, for `begin` and `announce`. The others are paused first, and announced to beside the sending.
-    acknowledged: the sender is an AcknowledgedSender: each request of `announce` is for one bucket, waits until that
+    acknowledged: the sender has `ready`: each request of `announce` is for one bucket, waits until that
     is ready, and has taken it when it is answered.
     """
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -64,14 +64,13 @@ class Compared:
 @dataclass(frozen=True)
 class ValueCheck:
     """vocab_size, temperature: of the rollouts; max_model_len: shortest of the engines; tolerance:
-    weights.verify_tolerance, None for one by what trainer and engine compute in (infos: the engines', a live view)."""
+    weights.verify_tolerance, None for one by what trainer and engine compute in."""
 
     vocab_size: int
     temperature: float
     tolerance: float | None
     max_model_len: int | None = None
     trainer_dtype: str = "float32"
-    infos: Mapping[str, EngineInfo] = field(default_factory=dict)
 
     def request(self) -> GenerateRequest:
         return probe_request(self.vocab_size, self.temperature, self.max_model_len)
@@ -79,18 +78,16 @@ class ValueCheck:
     def batch(self, request: GenerateRequest, completions: list[Completion]) -> TrainBatch:
         return probe_batch(request, completions)
 
-    def allowed(self, url: str) -> float:
-        """Mean |log-probability difference| that one engine may have."""
-        info = self.infos.get(url)
-        dtype, device = (info.dtype, info.device) if info else (self.trainer_dtype, None)
-        return check_tolerance(self.tolerance, self.trainer_dtype, dtype, device)
+    def allowed(self, info: EngineInfo) -> float:
+        """Mean |log-probability difference| that this engine may have."""
+        return check_tolerance(self.tolerance, self.trainer_dtype, info.dtype, info.device)
 
-    def compare(self, urls: list[str], batch: TrainBatch, trainer_logprobs: Tensor) -> Compared:
-        """Sample i of the batch is engine i's. trainer_logprobs: [T] float32."""
+    def compare(self, engines: Mapping[str, EngineInfo], batch: TrainBatch, trainer_logprobs: Tensor) -> Compared:
+        """engines: by URL; sample i of the batch is the i-th one's. trainer_logprobs: [T] float32."""
         assert batch.rollout_logprobs is not None
         ends = batch.lengths.cumsum(0).tolist()
         failed = {}
-        for i, url in enumerate(urls):
+        for i, (url, info) in enumerate(engines.items()):
             part = slice(ends[i] - int(batch.lengths[i]), ends[i])
             response = trainer_logprobs[part][batch.loss_mask[part] > 0]
             unusable = int((~torch.isfinite(response)).sum())
@@ -101,7 +98,7 @@ class ValueCheck:
                 )
                 continue
             found = logprob_difference(trainer_logprobs[part], batch.rollout_logprobs[part], batch.loss_mask[part])
-            tolerance = self.allowed(url)
+            tolerance = self.allowed(info)
             if not found.abs_mean <= tolerance:
                 failed[url] = (
                     "acknowledged the weights, but its log-probabilities differ from the trainer's by "

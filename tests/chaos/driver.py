@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineError, RltoolError, TrainingStopped
@@ -204,10 +204,9 @@ class ChaosRun:
         service = self._service = RolloutService(
             self._config,
             Engines(tuple(e for e in self._members if e.url in infos), infos),
-            vocab_size=64,
-            syncing=Syncing(self._ranks, self._lineage, "cpu", self._directory / "weights"),
+            syncing=Syncing(self._ranks, self._lineage, "cpu", self._directory / "weights", vocab_size=64),
             log=self.note,
-            policy=POLICY,
+            fleet=Fleet(POLICY),
             on_event=self._invariants.look,
         )
         await service.start()

@@ -11,7 +11,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.fleet import FleetPolicy
 from rltool.rollout import collector, data_plane, fleet_monitor
 from rltool.training import fleet_membership, rollout_service, weight_updates
-from rltool.weights import engine_calls, liveness, sync
+from rltool.weights import engine_calls, engine_update, liveness
 
 POLICY = FleetPolicy(
     probe_seconds=0.05, probes_to_suspect=2, probes_to_dead=4, canary_seconds=0.1, idle_canary_seconds=0.4,
@@ -25,7 +25,7 @@ CONSTANTS = (
     (data_plane, "RETRY_SECONDS", 0.01),
     (data_plane, "ABORT_SECONDS", HEALTH),
     (engine_calls, "LEAVE_SECONDS", HEALTH),
-    (sync, "REASON_SECONDS", HEALTH),
+    (engine_update, "REASON_SECONDS", HEALTH),
     (weight_updates, "RESYNC_SECONDS", 0.02),
     (rollout_service, "GUARD_SECONDS", 0.05),
     (collector, "INTERRUPT_SECONDS", 1.0),

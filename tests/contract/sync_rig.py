@@ -11,11 +11,13 @@ from typing import Any, Generic, TypeVar
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import EngineRole
 from rltool.engines.weight_version import WeightVersion
+from rltool.weights.connections import Trainer
 from rltool.weights.residency import SharedGpus
-from rltool.weights.sync import WeightSync
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
 from tests.contract.fakes.sglang import VOCAB_SIZE
@@ -51,20 +53,27 @@ class Rig(Generic[R]):
         (directory / "config.json").write_text("{}")
         self.engines: list[Any] = []
         self.withdraw: Callable[[], object] = lambda: None
-        self.fleet, self.endpoints, self.infos = Fleet(), {}, {}
+        self.fleet = Fleet()
         self.restart()
 
     def restart(self) -> None:
         """A new trainer: it has neither connections nor a copy of what was written."""
         self.ranks = self._make_ranks(self.config, self.directory)
+        trainer = Trainer(self.ranks, self.trainer_device, self.directory / "weights", VOCAB_SIZE)
         self.sync = WeightSync(
-            self.client, self.fleet, self.endpoints, self.infos, self.ranks, self.config,
-            ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
-            trainer_device=self.trainer_device, step_deadline=self.deadline, bucket_deadline=self.deadline,
-            directory=self.directory / "weights",
-            gpus=SharedGpus(self.ranks, self.infos, self.trainer_device, self._end) if self.shares_gpus else None,
-            withdraw=lambda: self.withdraw(),
+            self.set, trainer, self.config, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256),
+            SyncDeadlines(self.deadline, self.deadline),
+            gpus=SharedGpus(trainer, self._end) if self.shares_gpus else None, withdraw=lambda: self.withdraw(),
         )  # fmt: skip
+
+    @property
+    def set(self) -> EngineSet:
+        return EngineSet(self.fleet, self.client)
+
+    @property
+    def endpoints(self) -> dict[str, EngineEndpoint]:
+        """As they are now."""
+        return {member.url: member.endpoint for member in self.fleet.members()}
 
     async def _end(self, url: str, why: str) -> None:
         self.ended.append((url, why))
@@ -74,16 +83,14 @@ class Rig(Generic[R]):
     ) -> None:
         kind = "vllm" if isinstance(engine, FakeVllm) else "sglang"
         self.engines.append(engine)
-        self.endpoints[engine.url] = EngineEndpoint(
+        endpoint = EngineEndpoint(
             url=engine.url, dialect=kind, group=group, role=role, key_file=self._key, gpu_uuids=engine.gpus
         )
-        self.fleet.add(engine.url, takes_weights=takes_weights)
-        await self.probe(engine)
+        self.fleet.add_probed(endpoint, await self.client.probe(endpoint), takes_weights=takes_weights)
 
     async def probe(self, engine: Any) -> None:
-        sent_at = self.fleet.member(engine.url).since
-        info = self.infos[engine.url] = await self.client.probe(self.endpoints[engine.url])
-        self.fleet.probe_succeeded(engine.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        known = self.fleet.member(engine.url)
+        self.fleet.probe_succeeded(engine.url, await self.client.probe(known.endpoint), sent_at=known.since)
 
     def states(self) -> list[State]:
         return [self.fleet.member(engine.url).state for engine in self.engines]

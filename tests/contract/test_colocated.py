@@ -16,7 +16,7 @@ import torch
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import FleetPolicy, State
+from rltool.engines.fleet import Fleet, FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout import engine_restarts
@@ -177,8 +177,8 @@ def serve(tmp_path, model_dir, monkeypatch):
             models={"judge": side} if judges else {}, processes=processes,
         )  # fmt: skip
         service = RolloutService(
-            config, known, vocab_size=VOCAB_SIZE, log=lambda line: None, policy=FleetPolicy(probe_seconds=0.02),
-            syncing=Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights"),
+            config, known, log=lambda line: None, fleet=Fleet(FleetPolicy(probe_seconds=0.02)),
+            syncing=Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights", vocab_size=VOCAB_SIZE),
         )  # fmt: skip
         try:
             await service.start()
@@ -251,6 +251,28 @@ def test_a_judge_sleeps_with_its_weights_and_wakes_up_without_a_sync(serve, stac
             slept = [recorded.query["level"] for recorded in judge.requests if recorded.path == "/sleep"]
             assert slept == ["1"] and "/update_weights" not in judge.paths()
             assert [recorded.query["level"] for recorded in engine.requests if recorded.path == "/sleep"] == ["2"]
+
+    asyncio.run(run())
+
+
+def test_a_judge_that_dies_while_it_wakes_up_is_not_woken_in_the_fleet(serve, stack):
+    engine, judge = (stack.enter_context(vllm()) for _ in range(2))
+
+    async def run():
+        async with serve([engine], (judge,)) as r:
+            await r.step(0)
+            await r.service.sync_weights(1)
+            await r.service.next_batch(1)
+            await r.service.free_gpus()
+            side = r.service._side.started[0]
+            judge.delay("/resume", 0.3)
+            waking = asyncio.create_task(r.service.sync_weights(2))
+            before = judge.paths().count("/resume")
+            while judge.paths().count("/resume") == before:
+                await asyncio.sleep(0.01)
+            side.fleet.process_exited(judge.url, "killed")
+            await waking
+            assert side.fleet.member(judge.url).state is State.DEAD
 
     asyncio.run(run())
 

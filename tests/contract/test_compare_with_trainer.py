@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,10 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.fleet import Member
 from rltool.weights.comparison import Comparison
 from rltool.weights.verify import ValueCheck
+from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.sync_rig import Rig, version
@@ -41,6 +42,10 @@ class Ranks(SenderRanks):
         return batch.rollout_logprobs + self.shift
 
 
+def members(r: Rig[Ranks], *engines: Any) -> list[Member]:
+    return [r.fleet.member(engine.url) for engine in engines]
+
+
 def compared(
     engines: list[Any], directory: Path, scenario: Callable[[Rig[Ranks], Comparison], Awaitable[None]]
 ) -> None:
@@ -50,11 +55,9 @@ def compared(
         ranks = partial(Ranks, deadline=DEADLINE)
         config = WeightsConfig(bucket_bytes=20, transport="disk")
         async with sync_rig.rig(engines, ranks, config, directory, deadline=DEADLINE) as r:
-            for url, endpoint in r.endpoints.items():
-                r.endpoints[url] = endpoint.model_copy(update={"plugin": r.infos[url].plugin})
             await r.sync.sync(version(1))
             check = ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256)
-            await scenario(r, Comparison(r.client, r.fleet, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE))
+            await scenario(r, Comparison(r.set, r.ranks, check, deadline=DEADLINE))
 
     asyncio.run(run())
 
@@ -62,7 +65,7 @@ def compared(
 def test_engines_that_hold_what_the_ranks_hold_are_equal_by_one_gather(two, tmp_path):
     async def scenario(r, comparison):
         urls = [engine.url for engine in two]
-        found = await comparison.compare(urls)
+        found = await comparison.compare(members(r, *two))
         assert list(found) == urls and all(verdict.equal for verdict in found.values())
         assert "6 of 6 parameters are bit-equal" in found[urls[0]].lines[0]
         assert "log-probabilities of 64 sampled tokens agree" in found[urls[0]].lines[1]
@@ -75,7 +78,7 @@ def test_the_first_parameter_that_differs_is_named_and_of_that_engine_alone(two,
     async def scenario(r, comparison):
         for name in (NAMES[4], NAMES[2]):
             two[1].tensors[name] = two[1].tensors[name] + 1e-6
-        found = await comparison.compare([engine.url for engine in two])
+        found = await comparison.compare(members(r, *two))
         assert found[two[0].url].equal and not found[two[1].url].equal
         assert found[two[1].url].lines[1] == f"the first parameter that differs: {NAMES[2]}; then {NAMES[4]}"
 
@@ -85,7 +88,7 @@ def test_the_first_parameter_that_differs_is_named_and_of_that_engine_alone(two,
 def test_an_engine_that_missed_the_last_step_differs(two, tmp_path):
     async def scenario(r, comparison):
         r.ranks.sent = 2
-        found = await comparison.compare([two[0].url])
+        found = await comparison.compare(members(r, two[0]))
         assert f"the first parameter that differs: {NAMES[0]}" in found[two[0].url].lines[1]
 
     compared(two, tmp_path, scenario)
@@ -94,7 +97,7 @@ def test_an_engine_that_missed_the_last_step_differs(two, tmp_path):
 def test_values_that_differ_are_a_difference_where_the_bits_are_equal(two, tmp_path):
     async def scenario(r, comparison):
         r.ranks.shift = 0.5
-        verdict = (await comparison.compare([two[0].url]))[two[0].url]
+        verdict = (await comparison.compare(members(r, two[0])))[two[0].url]
         assert not verdict.equal and "mean difference 5.00e-01" in verdict.lines[1]
 
     compared(two, tmp_path, scenario)
@@ -103,7 +106,7 @@ def test_values_that_differ_are_a_difference_where_the_bits_are_equal(two, tmp_p
 def test_an_engine_that_does_not_answer_is_not_equal_and_the_others_are_compared(two, tmp_path):
     async def scenario(r, comparison):
         two[0].die()
-        found = await comparison.compare([engine.url for engine in two])
+        found = await comparison.compare(members(r, *two))
         assert not found[two[0].url].equal and two[0].url in found[two[0].url].lines[0]
         assert found[two[1].url].equal
 
@@ -113,7 +116,7 @@ def test_an_engine_that_does_not_answer_is_not_equal_and_the_others_are_compared
 def test_without_any_engine_that_answers_the_ranks_are_left_alone(two, tmp_path):
     async def scenario(r, comparison):
         two[0].die()
-        await comparison.compare([two[0].url])
+        await comparison.compare(members(r, two[0]))
         assert r.ranks.gathers == 0
 
     compared(two, tmp_path, scenario)
@@ -130,7 +133,7 @@ def test_engines_of_several_ranks_and_of_both_kinds_are_compared_by_a_gather_for
         wrong = r.ranks.weights(1)[NAMES[3]] * 2
         two[1].of_ranks[1] = {NAMES[3]: wrong}
         sglang.weights[NAMES[5]] = bytes(12)
-        found = await comparison.compare([engine.url for engine in (*two, sglang)])
+        found = await comparison.compare(members(r, *two, sglang))
         assert [verdict.equal for verdict in found.values()] == [True, False, False]
         assert "6 of 6 parameters are bit-equal (over 2 ranks)" in found[two[0].url].lines[0]
         assert found[two[1].url].lines[1] == f"the first parameter that differs: {NAMES[3]} (of dp0:pp0:pcp0:tp1)"
@@ -144,10 +147,10 @@ def test_an_sglang_whose_dtype_nobody_knows_is_compared_by_values_alone(stack, t
     sglang = stack.enter_context(FakeSglang())
 
     async def scenario(r, comparison):
-        r.infos[sglang.url] = replace(r.infos[sglang.url], dtype=None)
+        fleets.describe(r.fleet, sglang.url, info={"dtype": None})
         for shift in (0.0, 0.5):
             r.ranks.shift = shift
-            [verdict] = (await comparison.compare([sglang.url])).values()
+            [verdict] = (await comparison.compare(members(r, sglang))).values()
             assert verdict.equal is (shift == 0.0) and "start it with --dtype" in verdict.lines[0]
         assert r.ranks.gathers == 0
 

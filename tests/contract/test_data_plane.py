@@ -13,13 +13,15 @@ import pytest
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineRejected
 from rltool.rollout import data_plane
-from rltool.rollout.data_plane import DataPlane, PoisonousRequest
+from rltool.rollout.data_plane import DataPlane, PoisonousRequest, Trace
 from rltool.rollout.versions import VersionBook
+from tests import fleets
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -41,13 +43,16 @@ class Rig:
     def __init__(self, client: EngineClient, engines: list[FakeVllm], **options: Any) -> None:
         self.engines, self.fleet = engines, Fleet()
         self.book = VersionBook(Lineage(RUN, 0))
-        self.endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm") for e in engines}
         for engine in engines:
-            self.fleet.add(engine.url)
-            self.fleet.probe_succeeded(engine.url, sent_at=self.fleet.member(engine.url).since)
+            fleets.add_probed(self.fleet, engine.url)
         settings = {"router": None, "requests_per_engine": 64, "deadline": LONG, "judge": self.book}
-        self.plane = DataPlane(client, self.fleet, self.endpoints, **{**settings, **options})
+        self.plane = DataPlane(EngineSet(self.fleet, client), **{**settings, **options})
         self.sync(0)
+
+    @property
+    def endpoints(self) -> dict[str, EngineEndpoint]:
+        """As they are now."""
+        return {member.url: member.endpoint for member in self.fleet.members()}
 
     def pause(self, *engines: FakeVllm) -> None:
         for engine in engines or self.engines:
@@ -181,6 +186,48 @@ def test_sessions_that_have_long_ended_are_forgotten(two, monkeypatch):
     asyncio.run(run())
 
 
+def test_new_sessions_go_to_the_engine_with_the_fewest_of_those_with_the_fewest_requests(two):
+    first, second = two
+
+    async def run():
+        async with rig(*two) as r:
+
+            async def ask(number, session):
+                trace = Trace()
+                await r.plane.generate(request(number, session=session), trace=trace)
+                return trace.engine
+
+            assert [await ask(n, name) for n, name in enumerate("abcd")] == [first.url, second.url] * 2
+            assert [await ask(n, name) for n, name in enumerate("badc", 4)] == [
+                second.url, first.url, second.url, first.url,
+            ]  # fmt: skip
+            r.plane.forget("b")
+            r.plane.forget("d")
+            assert [await ask(n, name) for n, name in enumerate("ef", 8)] == [second.url] * 2
+            second.die()
+            assert await ask(10, "e") == first.url
+            r.plane.forget("e")
+            r.plane.forget("never heard of")
+            assert list(r.plane._homes) == ["a", "c", "f"] and r.plane._sessions_at == {first.url: 2, second.url: 1}
+
+    asyncio.run(run())
+
+
+def test_a_trace_names_the_engine_that_answered_and_the_failures_before(two):
+    first, second = two
+    first.fail(GENERATE, 500, times=1)
+
+    async def run():
+        async with rig(*two) as r:
+            trace = Trace()
+            await r.plane.generate(request(), trace=trace)
+            assert trace.engine == second.url
+            [failure] = trace.failures
+            assert first.url in str(failure) and "500" in str(failure)
+
+    asyncio.run(run())
+
+
 def test_requests_are_spread_over_all_engines(two):
     for engine in two:
         engine.seconds = 0.2
@@ -255,8 +302,8 @@ def test_a_key_that_cannot_be_read_for_a_moment_is_a_failure_of_that_engine_and_
 
     async def run():
         async with rig(*chosen) as r:
-            for url, endpoint in list(r.endpoints.items()):
-                r.endpoints[url] = endpoint.model_copy(update={"key_file": key_file})
+            for url in r.endpoints:
+                fleets.describe(r.fleet, url, endpoint={"key_file": key_file})
             waiting = asyncio.create_task(r.plane.generate(request()))
             await until(lambda: r.plane.counts["failed_requests"] > 0, "it fails")
             key_file.write_text("key")
@@ -363,8 +410,7 @@ def test_with_fewer_engines_than_min_serving_nothing_is_sent(two):
             task = asyncio.create_task(r.plane.generate(request()))
             await asyncio.sleep(0.05)
             assert r.generated() == [0, 0]
-            r.fleet.add("http://127.0.0.1:1", takes_weights=False)
-            r.fleet.probe_succeeded("http://127.0.0.1:1", sent_at=r.fleet.member("http://127.0.0.1:1").since)
+            fleets.add_probed(r.fleet, "http://127.0.0.1:1", takes_weights=False)
             r.plane.changed()
             assert await task and r.generated() == [1, 0]
 
@@ -579,9 +625,6 @@ def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two
 
     async def run():
         async with rig(*two) as r:
-            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(
-                url="http://127.0.0.1:9"
-            )  # joined, and has never answered
             tasks = {n: asyncio.create_task(r.plane.generate(request(n, tokens=10), group=n)) for n in range(4)}
             await until(lambda: sum(e.batch.running for e in two) == 4, "all four are generated")
             assert await r.plane.abort((1, 2)) == {}
@@ -718,7 +761,7 @@ def test_behind_a_router_a_failure_is_the_engines_that_the_reply_names_else_all_
         async with rig(*two, router=endpoint) as r:
             for engine in two:
                 member = r.fleet.member(engine.url)
-                r.fleet.probe_succeeded(engine.url, sent_at=member.since, boot_id=engine.boot_id)
+                fleets.answers(r.fleet, engine.url, sent_at=member.since, boot_id=engine.boot_id)
             task = asyncio.create_task(r.plane.generate(request()))
             await until(lambda: r.plane.counts["failed_requests"] == 1, "the failure")
             assert set(r.fleet.canaries_due()) == ({two[1].url} if named else {e.url for e in two})
@@ -744,7 +787,7 @@ def test_behind_a_router_a_request_is_given_up_after_failures_between_which_all_
         async with rig(*two, router=endpoint) as r:
             for engine in two:
                 since = r.fleet.member(engine.url).since
-                r.fleet.probe_succeeded(engine.url, sent_at=since, boot_id=engine.boot_id)
+                fleets.answers(r.fleet, engine.url, sent_at=since, boot_id=engine.boot_id)
 
             async def works(engine: FakeVllm) -> None:
                 """Its canary request succeeds, and then the request fails twice again."""

@@ -12,6 +12,7 @@ import pytest
 from rltool.engines.client import EngineClient
 from rltool.engines.fleet import State
 from rltool.errors import EngineRejected
+from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_data_plane import GENERATE, LONG, Rig, aborted_ids, request, until
 
@@ -39,8 +40,7 @@ class Paired(Rig):
     def __init__(self, client: EngineClient, engines: list[FakeVllm], prefill: int = 1, **options) -> None:
         super().__init__(client, engines, **options)
         for engine in engines[:prefill]:
-            endpoint = self.endpoints[engine.url]
-            self.endpoints[engine.url] = endpoint.model_copy(update={"role": "prefill"})
+            fleets.describe(self.fleet, engine.url, endpoint={"role": "prefill"})
 
 
 def run(scenario, *engines: FakeVllm, **options) -> None:

@@ -37,6 +37,8 @@ from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
 
 EVALUATION = {"sampling": {"max_response_tokens": 7}}
 
+SETS = {"heldout": "heldout.jsonl"}
+
 
 @pytest.fixture
 def held(stack, tokenizer):  # noqa: F811
@@ -132,7 +134,7 @@ def test_between_evaluations_nobody_minds_that_they_are_dead(serve, settings, sp
 
 
 def test_an_engine_is_for_rollouts_or_for_evaluation(tmp_path):
-    config = TrainConfig.model_validate({"model": {"path": "m"}, "eval": {"engines": ["h:1", "h:2"]}})
+    config = TrainConfig.model_validate({"model": {"path": "m"}, "eval": {"engines": ["h:1", "h:2"], "sets": SETS}})
     assert [e.url for e in resolve_evaluation(config, []).engines] == ["http://h:1", "http://h:2"]
     with pytest.raises(UsageError, match="http://h:2: in engines.external and in eval.engines"):
         resolve_evaluation(config, ["http://h:2", "http://h:3"])
@@ -141,7 +143,7 @@ def test_an_engine_is_for_rollouts_or_for_evaluation(tmp_path):
 def test_a_key_of_theirs_is_theirs_alone(tmp_path):
     key = tmp_path / "key"
     key.write_text("secret")
-    evaluation = {"engines": ["h:1"], "api_key_file": key}
+    evaluation = {"engines": ["h:1"], "api_key_file": key, "sets": SETS}
     config = TrainConfig.model_validate({"model": {"path": "m"}, "eval": evaluation, "engines": {"external": ["h:2"]}})
     assert [e.key_file for e in resolve_evaluation(config, []).engines] == [key]
 

@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import INCOMPLETE_VERSION, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineError
@@ -40,9 +41,7 @@ def test_tokens_of_an_engine_whose_update_failed_are_neither_the_old_versions_no
                 assert (await r.sync.sync(version(0))).failed == {}
                 book.publish(0)
                 broken.seconds = 1.0
-                plane = DataPlane(
-                    r.client, r.fleet, r.endpoints, router=None, requests_per_engine=4, deadline=20, judge=book
-                )
+                plane = DataPlane(r.set, router=None, requests_per_engine=4, deadline=20, judge=book)
                 asked = GenerateRequest((1, 2, 3), SamplingParams(max_tokens=20, ignore_eos=True), "a" * 32, seed=7)
                 # The fleet has them in this order, and the first free one takes the request.
                 answer = asyncio.ensure_future(plane.generate(asked, group=0))
@@ -69,6 +68,24 @@ def test_tokens_of_an_engine_whose_update_failed_are_neither_the_old_versions_no
                 assert {span.version for span in completion.versions} == {str(version(1))}, "sampled anew, elsewhere"
                 assert (await r.sync.sync(version(1), only={broken.url})).failed == {}
                 assert broken.weight_version == str(version(1))
+
+    asyncio.run(run())
+
+
+def test_engines_that_die_while_they_are_compared_do_not_differ(two, tmp_path):
+    """Values that differ twice end a run; processes that end are started again."""
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+
+            def die() -> None:
+                for engine in two:
+                    r.fleet.process_exited(engine.url, "killed")
+
+            r.ranks.on_logprobs = die
+            with pytest.raises(WeightSyncFailed) as raised:
+                await r.sync.sync(version(0))
+            assert not raised.value.values_differ and "dead (killed)" in str(raised.value)
 
     asyncio.run(run())
 
@@ -171,7 +188,7 @@ def test_a_stock_vllm_stands_still_while_it_forgets_a_failed_update_and_goes_on_
     async def run() -> None:
         async with EngineClient() as client:
             endpoint = EngineEndpoint(url=fake_stock_vllm.url, dialect="vllm")
-            calls = EngineCalls(client, {endpoint.url: endpoint}, deadline=5.0)
+            calls = EngineCalls(EngineSet(Fleet(), client), deadline=5.0)
             with nullcontext() if status == 200 else pytest.raises(EngineError, match="503"):
                 await connections._leave(calls.run, endpoint, STOCK.control)
         assert fake_stock_vllm.paths() == asked and not fake_stock_vllm.paused

@@ -108,10 +108,10 @@ def serve(model_dir, tmp_path):
             async with EngineClient() as client:
                 infos = {e.url: await client.probe(e) for e in endpoints}
             ranks = LeavingRanks(config.weights, tmp_path / "nothing")
-            syncing = Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights")
+            syncing = Syncing(ranks, Lineage(RUN, 0), "cpu", tmp_path / "weights", vocab_size=64)
             away = {bare(engine): "connection refused" for engine in absent}
             given = Engines(tuple(endpoints), infos, router, absent=away)
-            service = RolloutService(config, given, vocab_size=64, syncing=syncing, log=lambda line: None)
+            service = RolloutService(config, given, syncing=syncing, log=lambda line: None)
             if policy is not None:
                 service.fleet.policy = policy
             try:
@@ -196,7 +196,7 @@ def test_an_engine_that_hangs_has_left_in_bounded_time_and_says_what_failed(serv
 
     async def work(run: Run):
         await run.service.sync_weights(0)
-        for path in (GENERATE, "/rltool/generate", "/inference/v1/abort_requests", SHUTDOWN):
+        for path in (GENERATE, "/inference/v1/generate", "/inference/v1/abort_requests", SHUTDOWN):
             leaving.hang(path)
         waiting = asyncio.create_task(run.service.next_batch(0))
         await until(lambda: len(generated(leaving)) > 1, "it has a request")

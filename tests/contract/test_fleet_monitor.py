@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, FleetPolicy, State, Transition
 from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
 from rltool.processes.tasks import beside
 from rltool.rollout import loop_lag
 from rltool.rollout.fleet_monitor import FleetMonitor
+from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm
 
 GENERATE = "/rltool/generate"
@@ -55,23 +56,13 @@ class Rig:
     def __init__(self, client: EngineClient, engines: list[FakeVllm], policy: FleetPolicy, **options: Any) -> None:
         self.clock = Clock()
         self.fleet = Fleet(policy, clock=self.clock)
-        self.endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm") for e in engines}
-        self.infos: dict[str, Any] = {}
         self.lines: list[str] = []
         self.changes = 0
         for engine in engines:
-            self.fleet.add(engine.url, takes_weights=False)
-            self.fleet.probe_succeeded(engine.url, sent_at=self.clock())
+            fleets.add_probed(self.fleet, engine.url, takes_weights=False)
         self.fleet.take_transitions()
         self.monitor = FleetMonitor(
-            client,
-            self.fleet,
-            self.endpoints,
-            self.infos,
-            on_change=self._changed,
-            log=self.lines.append,
-            clock=self.clock,
-            **options,
+            EngineSet(self.fleet, client, self.lines.append), on_change=self._changed, **options
         )
 
     def _changed(self) -> None:
@@ -122,16 +113,16 @@ def test_a_probe_brings_what_the_engine_is_and_holds(two):
 
     async def run():
         async with rig(engine) as r:
-            r.endpoints[engine.url] = EngineEndpoint(url=engine.url)  # its kind is not known yet
+            assert not r.fleet.member(engine.url).endpoint.plugin, "it is not known yet"
             await r.monitor.probe(engine.url)
-            endpoint = r.endpoints[engine.url]
+            endpoint = r.fleet.member(engine.url).endpoint
             assert (endpoint.dialect, endpoint.plugin, endpoint.boot_id, endpoint.weight_backend) == (
                 "vllm",
                 True,
                 engine.boot_id,
                 "rltool",
             )
-            assert r.infos[engine.url].vocab_size == engine.vocab_size
+            assert r.fleet.member(engine.url).info.vocab_size == engine.vocab_size
             assert r.fleet.member(engine.url).boot_id == engine.boot_id and r.state(engine) is State.READY
 
     asyncio.run(run())
@@ -157,7 +148,7 @@ def test_an_engine_whose_key_cannot_be_read_is_named_with_the_file_and_is_back_w
 
     async def run():
         async with rig(engine) as r:
-            r.endpoints[engine.url] = r.endpoints[engine.url].model_copy(update={"key_file": key_file})
+            fleets.describe(r.fleet, engine.url, endpoint={"key_file": key_file})
             for _ in range(2):
                 await r.monitor.probe(engine.url)
             assert r.state(engine) is State.SUSPECT
@@ -236,7 +227,7 @@ def test_a_restarted_engine_is_known_by_its_boot_id(two):
             engine.forget()
             engine.start()
             await until(lambda: r.state(engine) is State.READY, "it is back")
-            assert r.fleet.member(engine.url).boot_id == engine.boot_id == r.endpoints[engine.url].boot_id
+            assert r.fleet.member(engine.url).boot_id == engine.boot_id == r.fleet.member(engine.url).endpoint.boot_id
 
     asyncio.run(run())
 
@@ -346,7 +337,7 @@ def test_transitions_are_logged_and_announced_and_reach_the_router_before_it_is_
             r.fleet.process_exited(sick.url, "killed")
             await r.monitor.carry_out()
             assert r.lines == [f"engine {sick.url}: ready -> dead: killed"] and r.changes == 1
-            r.fleet.probe_succeeded(sick.url, sent_at=r.clock())
+            fleets.answers(r.fleet, sick.url, sent_at=r.clock())
             r.fleet.drain(healthy.url, "asked to leave")
             await r.monitor.carry_out()
             r.fleet.remove(healthy.url, "left")
@@ -376,9 +367,7 @@ def test_a_pause_for_a_sync_is_no_news(two):
     async def run():
         async with rig() as r:
             for engine in two:
-                r.endpoints[engine.url] = EngineEndpoint(url=engine.url, dialect="vllm")
-                r.fleet.add(engine.url)
-                r.fleet.probe_succeeded(engine.url, sent_at=r.clock())
+                fleets.add_probed(r.fleet, engine.url)
             await r.monitor.carry_out()
             r.lines.clear()
             version = WeightVersion("a" * 32, 0, 0)
@@ -405,10 +394,9 @@ def test_an_engine_that_left_while_it_was_asked_stays_forgotten(two):
             await until(lambda: "/health" in engine.paths(), "it is asked")
             r.fleet.drain(engine.url, "leaves")
             r.fleet.remove(engine.url, "left")
-            del r.endpoints[engine.url]
             await probing
             await r.monitor.probe(engine.url)
-            assert engine.url not in r.endpoints and engine.url not in r.infos
+            assert r.fleet.find(engine.url) is None
 
     asyncio.run(run())
 

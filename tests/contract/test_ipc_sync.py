@@ -139,7 +139,7 @@ def test_an_engine_that_sleeps_gets_its_weights_before_its_cache(vllm, workers, 
     async def scenario(r):
         await r.sync.sync(version(0))
         r.fleet.fall_asleep(engine.url)
-        for request in r.sync.gpus.residency(engine.url).release():
+        for request in r.sync.gpus.residency(r.fleet.member(engine.url).info).release():
             await r.client.run(r.endpoints[engine.url], [request], timeout=DEADLINE)
         assert engine.tensors == {} and engine.asleep
         await r.sync.sync(version(1))

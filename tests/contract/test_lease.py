@@ -18,6 +18,7 @@ import pytest
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
 from rltool.engines.resume import resume_engines
@@ -29,6 +30,7 @@ from rltool.rollout.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownershi
 from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService
+from tests import fleets
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import (  # noqa: F401  (fixtures)
@@ -91,9 +93,9 @@ def run_as(settings, tmp_path):  # noqa: F811
             infos = {e.url: await client.probe(e) for e in endpoints}
         syncing = Syncing(
             GatedRanks(config.weights, tmp_path / "nothing"), Lineage(holder.run, 0), "cpu",
-            tmp_path / f"weights-{holder.name}", LeaseTerms(holder, seconds, steal),
+            tmp_path / f"weights-{holder.name}", LeaseTerms(holder, seconds, steal), vocab_size=64,
         )  # fmt: skip
-        service = RolloutService(config, Engines(tuple(endpoints), infos), vocab_size=64, syncing=syncing)
+        service = RolloutService(config, Engines(tuple(endpoints), infos), syncing=syncing)
         service.ranks = syncing.ranks
         try:
             await service.start()
@@ -125,14 +127,12 @@ class Owner:
     def __init__(
         self, client: EngineClient, endpoints: dict[str, EngineEndpoint], infos: dict[str, EngineInfo]
     ) -> None:
-        self.ahead, self.lines, self.endpoints = 0.0, [], endpoints
-        self.fleet = Fleet()
-        for url in endpoints:
-            self.fleet.add(url)
-        self.ownership = Ownership(
-            client, self.fleet, self.endpoints, infos, LeaseTerms(A, 60.0), run=A.run, say=self.lines.append,
-            clock=lambda: time.monotonic() + self.ahead,
-        )  # fmt: skip
+        self.ahead, self.lines = 0.0, []
+        self.fleet = Fleet(clock=lambda: time.monotonic() + self.ahead)
+        for url, endpoint in endpoints.items():
+            self.fleet.add(endpoint, infos[url])
+        engines = EngineSet(self.fleet, client, self.lines.append)
+        self.ownership = Ownership(engines, LeaseTerms(A, 60.0), run=A.run)
 
 
 @asynccontextmanager
@@ -181,9 +181,9 @@ def test_of_two_engines_with_one_leased_the_other_is_given_back_at_once(spellers
             endpoints = {url: EngineEndpoint(url=url, dialect="vllm") for url in urls}
             infos = {url: await client.probe(endpoint) for url, endpoint in endpoints.items()}
             fleet = Fleet()
-            for url in urls:
-                fleet.add(url)
-            ownership = Ownership(client, fleet, endpoints, infos, LeaseTerms(B, 3600), run=B.run)
+            for url, endpoint in endpoints.items():
+                fleet.add(endpoint, infos[url])
+            ownership = Ownership(EngineSet(fleet, client), LeaseTerms(B, 3600), run=B.run)
             with pytest.raises(EngineTaken, match=urls[0]):
                 await ownership.start()
             assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
@@ -268,7 +268,12 @@ def test_an_engine_that_leaves_while_leases_are_renewed_ends_no_other_lease(spel
 
     async def run():
         async with owner(spellers, key_file) as r:
-            del r.endpoints[leaving.url]  # the fleet still names it
+            leaving.delay("/rltool/lease", 0.5)
+            before = leaving.paths().count("/rltool/lease")
+            await until(lambda: leaving.paths().count("/rltool/lease") > before, "its lease is being renewed")
+            fleets.answers(r.fleet, leaving.url, sent_at=r.fleet.clock())
+            r.fleet.drain(leaving.url, "leaves")
+            r.fleet.remove(leaving.url, "left")
             await until_renewed(staying)
             assert not r.lines
             r.ownership.check()
@@ -355,13 +360,13 @@ def test_an_engine_that_joins_must_not_be_another_runs(run_as, spellers):  # noq
                 await joining
             theirs.heal()
             assert [member.url for member in service.fleet.members()] == [ours.url]
-            assert [*service._policy.endpoints] == [*service._policy.infos] == [ours.url], "nothing of it is kept"
             theirs.delay("/rltool/lease", 5.0)
+            before = theirs.paths().count("/rltool/lease")
             joining = asyncio.create_task(service.add_engine(endpoint_of(theirs, None)))
-            await until(lambda: theirs.url in service._policy.infos, "it is asked for its lease")
+            await until(lambda: theirs.paths().count("/rltool/lease") > before, "it is asked for its lease")
             joining.cancel()
             await asyncio.wait([joining])
-            assert [*service._policy.endpoints] == [*service._policy.infos] == [ours.url]
+            assert [member.url for member in service.fleet.members()] == [ours.url], "nothing of it is kept"
             theirs.heal()
             await asked(theirs, "release", B)
             await service.add_engine(endpoint_of(theirs, None))

@@ -52,9 +52,6 @@ class Ranks(SenderRanks):
             await asyncio.sleep(self.news)
             raise
 
-    async def weight_metadata(self):
-        return [meta for meta, _ in super().stream(0)]
-
     async def logprobs(self, batch):
         return batch.rollout_logprobs.clone()
 

@@ -21,6 +21,7 @@ from rltool.weights.transports import nccl_sender
 from tests.contract.fakes import nccl as fake_nccl
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.ranks import plan_of
 
 TENSORS = {
     "a.weight": torch.arange(12.0).reshape(3, 4).to(torch.bfloat16),
@@ -59,7 +60,7 @@ class Link:
         self.endpoint = EngineEndpoint(url=engine.url, dialect=kind, key_file=key)
         self.config = WeightsConfig(bucket_bytes=LIMIT)
         self.sender = WeightSender(
-            self.config, device=torch.device("cpu"), deadline=SECONDS, model_files=tmp_path / "model"
+            self.config, plan_of(TENSORS), device=torch.device("cpu"), deadline=SECONDS, model_files=tmp_path / "model"
         )
         self.directory = tmp_path
 
@@ -87,7 +88,7 @@ class Link:
         await self.run(self.control.begin())
         announced = self.control.announce(buckets, self.meeting, version=version)
         assert sum(count for _, count in announced) == len(buckets)
-        sending = asyncio.create_task(asyncio.to_thread(self.sender.send, stream, buckets, version, [self.engine.url]))
+        sending = asyncio.create_task(asyncio.to_thread(self.sender.send, stream, version, [self.engine.url]))
         try:
             await self.run([request for request, _ in announced])
         except EngineError as error:

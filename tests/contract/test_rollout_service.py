@@ -59,7 +59,7 @@ from tests.ranks import SenderRanks
 
 EOS = 1
 RUN = "c" * 32
-GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+GENERATE, ABORT = "/rltool/generate", "/inference/v1/abort_requests"
 LONG = 60.0
 """Seconds: far more than anything here takes."""
 FUNCTIONS = "tests.contract.rollout_functions"
@@ -171,10 +171,8 @@ def serve(tmp_path):
 
         whole = replace(await found(engines), evaluation=await found(evaluation) if evaluation else None)
         ranks = Ranks(config.weights, tmp_path / "nothing")
-        syncing = None if lineage is None else Syncing(ranks, lineage, "cpu", tmp_path / "weights")
-        service = RolloutService(
-            config, whole, vocab_size=64, syncing=syncing, log=lambda line: None
-        )
+        syncing = None if lineage is None else Syncing(ranks, lineage, "cpu", tmp_path / "weights", vocab_size=64)
+        service = RolloutService(config, whole, syncing=syncing, log=lambda line: None)
         try:
             await service.start()
             yield service
@@ -216,7 +214,7 @@ def there(engine: FakeVllm, act: Callable[[], None]) -> None:
 
 
 def generated(engine: FakeVllm) -> list[Any]:
-    return [recorded.body for recorded in engine.requests if recorded.path in (GENERATE, "/rltool/generate")]
+    return [recorded.body for recorded in engine.requests if recorded.path in (GENERATE, "/inference/v1/generate")]
 
 
 def assert_equal(ours: Rollout, theirs: Rollout) -> None:

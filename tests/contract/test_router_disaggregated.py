@@ -13,6 +13,7 @@ from rltool.config.router import RouterConfig
 from rltool.config.serve import EngineGroup
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.launch import Order
 from rltool.engines.plan import Model
@@ -24,6 +25,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.rollout.data_plane import DataPlane
 from rltool.router.launch import running_router, start_router
 from rltool.router.planned import start_planned_routers
+from tests import fleets
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 from tests.contract.router_workers import FakeWorker
 
@@ -96,12 +98,10 @@ def test_rollouts_through_it_are_sampled_by_both_and_aborted_at_both(run, tmp_pa
         router, fleet = running_router(run).model_copy(update={"key_file": key}), Fleet()
 
         async def rollouts() -> None:
-            for engine in engines:
-                fleet.add(engine.url, takes_weights=False)
-                fleet.probe_succeeded(engine.url, sent_at=fleet.member(engine.url).since)
-            endpoints = {endpoint.url: endpoint for endpoint in both}
+            for endpoint in both:
+                fleets.add_probed(fleet, endpoint, takes_weights=False)
             async with EngineClient() as client:
-                plane = DataPlane(client, fleet, endpoints, router=router, requests_per_engine=1, deadline=TIMEOUT)
+                plane = DataPlane(EngineSet(fleet, client), router=router, requests_per_engine=1, deadline=TIMEOUT)
                 request = GenerateRequest((1, 2), SamplingParams(max_tokens=6), "b" * 32, n=2, seed=3)
                 done = await plane.generate(request, group=1)
                 assert [len(completion.token_ids) for completion in done] == [6, 6]

@@ -13,6 +13,7 @@ import pytest
 from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, State
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineUnreachable, UsageError
@@ -25,6 +26,7 @@ from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.router_members import RouterMembers
 from rltool.router.launch import forget_router, running_router, start_router
 from rltool.router.workers import RouterWorkers, add_worker, list_workers, remove_worker, wait_ready
+from tests import fleets
 from tests.contract.router_workers import FakeWorker
 
 TIMEOUT = 60.0
@@ -216,13 +218,10 @@ class Membership:
         self.lines = []
         self.fleet = Fleet()
         for worker in workers:
-            self.fleet.add(worker.url, takes_weights=False)
-            self.fleet.probe_succeeded(worker.url, sent_at=time.monotonic())
+            fleets.add_probed(self.fleet, worker.endpoint, takes_weights=False)
         self.fleet.take_transitions()
-        endpoints = {worker.url: worker.endpoint for worker in workers}
-        self.members = RouterMembers(
-            RouterWorkers(client, router), self.fleet, endpoints, log=self.lines.append, **options
-        )
+        engines = EngineSet(self.fleet, client, self.lines.append)
+        self.members = RouterMembers(RouterWorkers(client, router), engines, **options)
 
     async def look(self):
         for transition in self.fleet.take_transitions():
@@ -360,13 +359,11 @@ def test_with_the_policy_manual_a_session_of_the_data_plane_stays_at_one_worker(
 
         async def work():
             fleet = Fleet()
-            endpoints = {one.url: one.endpoint for one in (worker, other)}
-            for url in endpoints:
-                fleet.add(url, takes_weights=False)
-                fleet.probe_succeeded(url, sent_at=fleet.member(url).since)
+            for one in (worker, other):
+                fleets.add_probed(fleet, one.endpoint, takes_weights=False)
             async with EngineClient() as client:
                 plane = DataPlane(
-                    client, fleet, endpoints, router=router, requests_per_engine=64, deadline=TIMEOUT, judge=None
+                    EngineSet(fleet, client), router=router, requests_per_engine=64, deadline=TIMEOUT, judge=None
                 )
                 for turn in range(4):
                     for first, session in sessions.items():

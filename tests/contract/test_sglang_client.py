@@ -22,6 +22,7 @@ from rltool.engines.wire import host_store
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.sglang_group import open_sglang_group
+from tests import fleets
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 
 SPEAKS = dialect("sglang")
@@ -455,12 +456,12 @@ def test_a_server_restarted_under_its_old_url_is_stale_whatever_version_it_claim
             except EngineError as error:
                 fleet.probe_failed(where.url, str(error), sent_at=sent_at)
             else:
-                fleet.probe_succeeded(where.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+                fleet.probe_succeeded(where.url, info, sent_at=sent_at)
 
         version = WeightVersion("ab" * 16, 0, 0)
         with FakeSglang(weight_version=str(version)) as first:
             where = endpoint(first, key_file)
-            fleet.add(where.url)
+            fleets.add(fleet, where)
             await probe(where)
             fleet.pause(where.url)
             fleet.update_began(where.url)

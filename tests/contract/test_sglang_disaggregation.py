@@ -20,8 +20,10 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import State
+from rltool.engines.types import Completion
 from rltool.errors import EngineError
 from rltool.weights.sync_report import WeightSyncFailed
+from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes import rooms
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault, _outcome
@@ -48,9 +50,8 @@ class Paired(Rig):
     def __init__(self, client: EngineClient, engines: list[Any], key: Path, **options: Any) -> None:
         super().__init__(client, engines, **options)
         for engine in engines:
-            self.endpoints[engine.url] = EngineEndpoint(
-                url=engine.url, dialect="sglang", key_file=key, role=engine.role, bootstrap_port=engine.bootstrap_port
-            )
+            half = {"role": engine.role, "bootstrap_port": engine.bootstrap_port}
+            fleets.describe(self.fleet, engine.url, endpoint={"dialect": "sglang", "key_file": key, **half})
 
     def finish(self, step: int, *engines: Any) -> None:
         super().finish(step, *engines)
@@ -199,8 +200,6 @@ def synced(engines, directory: Path, scenario) -> None:
         ranks = partial(Ranks, deadline=DEADLINE)
         async with sync_rig.rig(engines, ranks, config, directory, deadline=DEADLINE) as r:
             r.ranks.engine = engines[-1]
-            for url, endpoint in r.endpoints.items():
-                r.endpoints[url] = endpoint.probed(r.infos[url])
             await scenario(r)
 
     asyncio.run(go())
@@ -257,9 +256,11 @@ def test_what_samples_together_for_a_check_holds_the_same_weights(run, pair):
 
     async def scenario(r: Paired) -> None:
         r.sync(1, prefill)
-        ask = partial(
-            disaggregation.generate_at, r.plane._client, r.fleet, r.endpoints, decode.url, request(), timeout=LONG
-        )
+
+        async def ask() -> list[Completion]:
+            engine = r.fleet.member(decode.url)
+            return await disaggregation.generate_at(r.plane._client, r.fleet, engine, request(), timeout=LONG)
+
         with pytest.raises(EngineError, match="none holds the same weights"):
             await ask()
         r.sync(1, decode)

@@ -18,6 +18,7 @@ from rltool.config.engine_weights import EngineWeights
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta import chain
 from rltool.engines.fleet import State
+from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang, Fault
 from tests.contract.fakes.vllm import FakeVllm
@@ -303,7 +304,7 @@ def test_halves_of_a_pair_go_on_together(fleet, tmp_path):
     async def scenario():
         async with rig(fleet, tmp_path, pause_mode="abort") as r:
             for engine, role in ((near, "prefill"), (far, "decode")):
-                r.endpoints[engine.url] = r.endpoints[engine.url].model_copy(update={"role": role})
+                fleets.describe(r.fleet, engine.url, endpoint={"role": role})
             await r.sync.sync(version(0))
             far.delay(PREFETCH, FAR_SECONDS)
             syncing = asyncio.create_task(r.sync.sync(version(1)))

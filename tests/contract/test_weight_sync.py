@@ -14,15 +14,14 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import State
 from rltool.processes.ports import reserved_ports
-from rltool.weights import engine_calls, liveness
-from rltool.weights import sync as sync_module
+from rltool.weights import engine_calls, engine_update, liveness
 from rltool.weights.memory import Memory
 from rltool.weights.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
 from rltool.weights.transport import transport
+from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
@@ -190,7 +189,7 @@ def test_a_failed_step_is_that_engines_failure_and_the_next_sync_repairs(two, tm
 
 
 def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 60.0)  # the ranks give it up earlier, and it may still say why
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 60.0)  # the ranks give it up earlier, and it may still say why
     sick, healthy = two
 
     async def run() -> None:
@@ -308,7 +307,7 @@ def _report(sync: SyncReport) -> SendReport:
 
 
 def test_an_engine_that_the_ranks_have_lost_is_told_to_leave_when_its_request_has_ended(two, tmp_path, monkeypatch):
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 0.05)
     sick, events = two[0], []
 
     async def run() -> None:
@@ -353,14 +352,14 @@ def test_an_engine_that_turns_suspect_while_others_are_connected_is_left_out_and
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path, transport="disk") as r:
-            tell = r.ranks.weight_metadata
+            host = r.ranks.host
 
-            async def while_it_fails_requests():
+            async def while_it_fails_requests(*asked):
                 for _ in range(2):
                     r.fleet.probe_failed(sick.url, "refused", sent_at=time.monotonic())
-                return await tell()
+                return await host(*asked)
 
-            r.ranks.weight_metadata = while_it_fails_requests
+            r.ranks.host = while_it_fails_requests
             report = await r.sync.sync(version(0))
             assert "2 probes in a row failed" in report.failed[sick.url]
             assert report.updated == (healthy.url,) and r.states() == [State.SUSPECT, State.READY]
@@ -493,7 +492,7 @@ def test_a_sync_whose_engines_all_differ_raises(two, tmp_path):
 def test_an_engine_that_cannot_sample_for_the_check_does_not_serve(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            two[0].fail("/inference/v1/generate", 400)
+            two[0].fail("/rltool/generate", 400)
             report = await r.sync.sync(version(0))
             assert "answered 400" in report.failed[two[0].url] and r.states() == [State.STALE, State.READY]
 
@@ -596,8 +595,7 @@ def test_a_sync_ends_only_after_send_has_ended(two, tmp_path):
 def test_leaving_resumes_engines_and_takes_them_out_of_their_groups(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            r.endpoints["http://127.0.0.1:9"] = EngineEndpoint(url="http://127.0.0.1:9")
-            r.fleet.add("http://127.0.0.1:9")  # it has never answered
+            fleets.add(r.fleet, "http://127.0.0.1:9")  # it has never answered
             await r.sync.sync(version(0))
             two[0].batch.freeze()
             assert await r.sync.leave() == {}
@@ -721,7 +719,7 @@ def test_a_directory_that_cannot_be_written_fails_the_engines_that_read_it_alone
 def test_an_engine_that_no_transport_reaches_any_more_is_named_and_the_others_are_synced(two, tmp_path):
     async def run() -> None:
         async with rig(*two, directory=tmp_path, transport="auto") as r:
-            r.infos[two[0].url] = replace(r.infos[two[0].url], weight_backend="nccl")  # started anew, otherwise
+            fleets.describe(r.fleet, two[0].url, info={"weight_backend": "nccl"})  # started anew, otherwise
             report = await r.sync.sync(version(0))
             assert report.updated == (two[1].url,) and "--weight-backend rltool" in report.failed[two[0].url]
             assert r.states() == [State.STALE, State.READY]
@@ -790,8 +788,8 @@ def test_the_ranks_do_not_wait_in_send_for_an_engine_that_failed(two, tmp_path, 
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            patient(r)
             r.ranks.tensors = LARGE
+            patient(r)
             await within(r.sync.sync(version(0)))
             sick.fail("/update_weights", 500, times=1)
             sick.hang("/shutdown_weight_transfer_engine")  # or its leaving would end the broadcast
@@ -808,8 +806,8 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
-            patient(r)
             r.ranks.tensors = LARGE
+            patient(r)
             await within(r.sync.sync(version(0)))
             monkeypatch.setattr(liveness, "HEALTH_SECONDS", 0.5)
             monkeypatch.setattr(engine_calls, "LEAVE_SECONDS", 0.05)
@@ -824,14 +822,14 @@ def test_an_engine_that_falls_silent_in_the_transfer_is_aborted_at_the_ranks(two
 
 def test_an_engine_that_holds_a_bucket_too_long_is_stale_and_not_waited_for(two, tmp_path, monkeypatch):
     """Its request stays open: nothing but the ranks shows that it takes nothing."""
-    monkeypatch.setattr(sync_module, "REASON_SECONDS", 0.05)
+    monkeypatch.setattr(engine_update, "REASON_SECONDS", 0.05)
     sick, healthy = two
 
     async def run() -> None:
         async with rig(*two, directory=tmp_path) as r:
             r.sync.calls.deadline = LONG
-            r.ranks.sender.deadline = 1.0
             r.ranks.tensors = LARGE
+            r.ranks.sender.deadline = 1.0
             await within(r.sync.sync(version(0)))
             sick.hang("/update_weights")
             report = await within(r.sync.sync(version(1)))

@@ -17,10 +17,12 @@ from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
+from rltool.weights import connections
 from rltool.weights.parameter_layout import ParameterLayout
-from rltool.weights.sync import WeightSync
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine
 from tests.e2e.hf_ranks import HfRanks
@@ -59,14 +61,11 @@ async def trainer(engine: RunningEngine, config: WeightsConfig, directory: Path)
     ranks, endpoint, fleet = Ranks(config, engine.launch.model), engine.endpoint, Fleet()
     async with EngineClient() as client:
         info = await client.probe(endpoint)
-        fleet.add(endpoint.url, takes_weights=True)
-        sent_at = fleet.member(endpoint.url).since
-        fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        fleet.add_probed(endpoint, info)
         vocab_size = ranks.at(0).config.vocab_size  # SGLang does not tell it
         sync = WeightSync(
-            client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
-            ValueCheck(vocab_size, 1.0, EQUAL, info.max_model_len),
-            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=directory / "unused",
+            EngineSet(fleet, client), connections.Trainer(ranks, "cpu", directory / "unused", vocab_size), config,
+            ValueCheck(vocab_size, 1.0, EQUAL, info.max_model_len), SyncDeadlines(SECONDS, SECONDS),
         )  # fmt: skip
         try:
             await sync.sync(WeightVersion(RUN, 0, 0))

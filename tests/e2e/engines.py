@@ -23,7 +23,7 @@ import psutil
 import pytest
 
 from rltool.config.serve import EngineLaunch, Task
-from rltool.engines.dialect import Dialect
+from rltool.engines.dialect import Launches
 from rltool.engines.dialects import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.sglang import SglangDialect
@@ -224,7 +224,7 @@ def running(processes: Iterable[psutil.Process]) -> list[str]:
     return left
 
 
-def _spawn(launch: EngineLaunch, log: Path, speaks: Dialect) -> subprocess.Popen:
+def _spawn(launch: EngineLaunch, log: Path, speaks: Launches) -> subprocess.Popen:
     with log.open("ab") as file:
         return subprocess.Popen(
             speaks.argv(launch),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.megatron.export_plan import ExportPlan
 from rltool.models.registry import family_for
-from rltool.weights.implied_checksums import Rules, rules_of
 from tests.e2e.weights import tensors_of
-from tests.ranks import SenderRanks
+from tests.ranks import SenderRanks, plan_of, whole
 
 
 class HfRanks(SenderRanks):
@@ -23,9 +24,13 @@ class HfRanks(SenderRanks):
     def weights(self, step: int) -> Mapping[str, Tensor]:
         return tensors_of(self.model)
 
-    def rules(self) -> Rules:
+    @cached_property
+    def plan(self) -> ExportPlan:
+        """The model's tensors, in its own order; engines cut them as those of its family."""
         assert isinstance(self.model, PreTrainedModel)
-        return rules_of(family_for(self.model.config.to_dict()))
+        parameters = family_for(self.model.config.to_dict()).parameters
+        owners = {name: parameter for parameter in parameters for name, _ in parameter.hf}
+        return plan_of(self.weights(0), lambda name, tensor: owners.get(name) or whole(name, tensor))
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """log p of each token given those before it, [T] float32; 0 for the first of a sample."""

@@ -12,6 +12,8 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE = 240.0
+STOP_SECONDS = 10.0
+"""From a signal to the end of `train`, where no save is running: 3 s, and room for a busy host."""
 
 
 @dataclass(frozen=True)

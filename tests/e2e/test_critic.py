@@ -17,7 +17,8 @@ from tests.e2e.megatron_models import hf_model, make_trainer, policy_batch, save
 pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
-GAE = {"advantage": "gae", "gamma": 0.97, "gae_lambda": 0.9, "value_clip": 0.1}
+ESTIMATOR = {"kind": "gae", "gamma": 0.97, "gae_lambda": 0.9, "value_clip": 0.1}
+GAE = {"advantage": ESTIMATOR}
 LR, CLIP_GRAD = 2e-3, 0.5
 EPS = 1e-4
 """Keeps the update smooth in the gradient: at 1e-8 Adam's first step is its sign, even of rounding errors."""
@@ -70,12 +71,13 @@ def dealt(trainer, batch):
 
 def weights(trainer, critic) -> dict[str, torch.Tensor]:
     """The backbone's HF tensors on rank 0, the head on the ranks of the last stage."""
+    from rltool.megatron.export_plan import full_plan
     from rltool.megatron.hf_weights import export_weights
 
     with trainer.runtime.mode():
         named = {
             meta.name: tensor.clone()
-            for meta, tensor in export_weights(critic.gpt, critic.family, trainer.dtype, trainer.runtime)
+            for meta, tensor in export_weights(critic.gpt, full_plan(critic.family, trainer.dtype), trainer.runtime)
             if tensor is not None
         }
     if trainer.coordinates.is_last_stage:
@@ -195,7 +197,8 @@ def plain_targets(batch, values) -> torch.Tensor:
         own = [t for t in range(at, at + length) if batch.loss_mask[t] > 0]
         rewards = [reward if t == own[-1] else 0.0 for t in own]
         old = [values[t].item() for t in own]
-        for t, advantage, value in zip(own, plain.gae(rewards, old, GAE["gamma"], GAE["gae_lambda"]), old, strict=True):
+        estimated = plain.gae(rewards, old, ESTIMATOR["gamma"], ESTIMATOR["gae_lambda"])
+        for t, advantage, value in zip(own, estimated, old, strict=True):
             out[t] = advantage + value
         at += length
     return out
@@ -218,7 +221,7 @@ def reference(tmp_path_factory):
 
     losses, clipped = [], 0
     for t in batch.loss_mask.nonzero().squeeze(-1).tolist():
-        low, high = old[t] - GAE["value_clip"], old[t] + GAE["value_clip"]
+        low, high = old[t] - ESTIMATOR["value_clip"], old[t] + ESTIMATOR["value_clip"]
         limited = torch.minimum(torch.maximum(values[t], low), high)
         two = (values[t] - targets[t]) ** 2, (limited - targets[t]) ** 2
         losses.append(0.5 * torch.maximum(*two))

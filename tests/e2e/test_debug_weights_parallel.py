@@ -18,6 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.weights.comparison import Comparison
 from rltool.weights.verdict import Verdict
@@ -125,7 +126,7 @@ def test_the_trainer_is_recognised_and_each_tensor_that_differs_is_named(kind, e
 
 async def compared(made: Trainer) -> Verdict:
     info, url, fleet = await made.client.probe(made.endpoint), made.endpoint.url, Fleet()
-    fleet.add(url, takes_weights=True)
+    fleet.add(made.endpoint, info)
     check = ValueCheck(made.ranks.at(0).config.vocab_size, 1.0, 1e-4, info.max_model_len)
-    comparison = Comparison(made.client, fleet, {url: made.endpoint}, {url: info}, made.ranks, check, deadline=SECONDS)
-    return (await comparison.compare([url]))[url]
+    comparison = Comparison(EngineSet(fleet, made.client), made.ranks, check, deadline=SECONDS)
+    return (await comparison.compare(fleet.members()))[url]

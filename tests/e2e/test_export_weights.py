@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rltool.megatron import gathering
-from rltool.megatron.hf_weights import export_weights, weight_metadata
+from rltool.megatron.hf_weights import export_weights
 from tests.e2e.megatron_models import make_trainer, save_hf
 from tests.e2e.megatron_ranks import RankPool
 from tests.e2e.test_model_families import on_disk
@@ -53,10 +53,10 @@ def case_export(place, path, dtype, layout):
 
                 with counted("all_gather_into_tensor"), counted("recv"), counted("broadcast"):
                     stream = export_weights(
-                        trainer.gpt, trainer.family, trainer.dtype, trainer.runtime, everywhere=everywhere, bound=bound
+                        trainer.gpt, trainer.export_plan, trainer.runtime, everywhere=everywhere, bound=bound
                     )
                     found = {meta: None if tensor is None else tensor.clone() for meta, tensor in stream}
-                assert list(found) == weight_metadata(trainer.family, trainer.dtype)
+                assert list(found) == trainer.export_plan.tensors
                 results[bound, everywhere] = {meta.name: tensor for meta, tensor in found.items()}, made.total()
     return results
 

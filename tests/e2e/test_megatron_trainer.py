@@ -70,7 +70,7 @@ def case_reference(place, path, batch):
 def case_metadata(place, path, dtype):
     with closing(make_trainer(place, path, dtype=dtype)) as trainer:
         pairs = list(trainer.export_weights())
-        assert [meta for meta, _ in pairs] == trainer.weight_metadata()
+        assert [meta for meta, _ in pairs] == trainer.export_plan.tensors
         return [(meta.name, meta.dtype, meta.shape, str(t.dtype), tuple(t.shape)) for meta, t in pairs]
 
 

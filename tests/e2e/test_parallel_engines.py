@@ -15,10 +15,12 @@ import pytest
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import Completion
 from rltool.engines.weight_version import WeightVersion
-from rltool.weights.sync import WeightSync
+from rltool.weights.connections import Trainer
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Backend
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
@@ -83,13 +85,10 @@ async def sync_and_compare(engine: RunningEngine, backend: Backend, directory: P
     async with EngineClient() as client:
         info = await client.probe(endpoint)
         assert info.world_size == 2
-        fleet.add(endpoint.url, takes_weights=True)
-        sent_at = fleet.member(endpoint.url).since
-        fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        fleet.add_probed(endpoint, info)
         sync = WeightSync(
-            client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
-            ValueCheck(VOCAB_SIZE, 1.0, EQUAL, info.max_model_len),
-            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=directory / "weights",
+            EngineSet(fleet, client), Trainer(ranks, "cpu", directory / "weights", VOCAB_SIZE), config,
+            ValueCheck(VOCAB_SIZE, 1.0, EQUAL, info.max_model_len), SyncDeadlines(SECONDS, SECONDS),
         )  # fmt: skip
         running: list[asyncio.Task[list[Completion]]] = []
         try:

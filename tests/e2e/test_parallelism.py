@@ -10,8 +10,13 @@ import pytest
 import torch
 from megatron.core.tensor_parallel import layers
 
+from rltool.algorithms.schedule import plan_micro_batches
 from rltool.megatron import model
+from rltool.rollout.batching import samples_to_batch
+from rltool.rollout.dump import read_dump, write_dump
 from rltool.training.advantages import with_corrections
+from rltool.training.sharding import Shards
+from tests.declared import OWN, declare_surprise, sample, table_of_its_own
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import RankPool
 
@@ -20,7 +25,7 @@ pytestmark = pytest.mark.e2e
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 OPTIONS = {"algorithm": {"kl_coef": 0.05, "entropy_coef": 0.01}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
 
-ICEPOP = {"is_weights": "token", "is_cap": 1.3, "is_mask": "token", "is_mask_low": 0.6, "is_mask_high": 1.6}
+ICEPOP = {"is_weights": {"kind": "token", "cap": 1.3}, "is_mask": {"kind": "token", "low": 0.6, "high": 1.6}}
 TOLD = {"train/is_weight_mean", "train/is_truncated_fraction", "train/masked_fraction"}
 
 TWO_RANKS = {
@@ -130,6 +135,22 @@ def case_fresh(place, path, layout, batch, corrections):
         return results
 
 
+def case_declared(place, path, layout, directory):
+    """The loss is the mean of a declared field, which comes from completions and was on disk."""
+    with table_of_its_own(), closing(make_trainer(place, path, algorithm={"objective": OWN}, **layout)) as trainer:
+        declare_surprise()
+        samples = [sample(i) for i in range(6)]
+        write_dump(directory / str(place.rank), step=0, seed=0, samples=samples)
+        batch = samples_to_batch(read_dump(directory / str(place.rank), 0).samples)
+        batch = batch.replace(old_logprobs=batch.rollout_logprobs, advantages=batch.loss_mask)
+        at = trainer.coordinates
+        shards = Shards(batch, plan_micro_batches(batch.lengths.tolist(), max_tokens=25, data_parallel=at.layout.dp))
+        assert len(shards.plan[at.dp_rank]) > 1
+        tokens = batch.num_loss_tokens
+        _, metrics = trainer.forward_backward(shards.micro_batches(at.dp_rank), global_loss_tokens=tokens)
+        return metrics["train/loss"], float((batch.tokens / 8 * batch.loss_mask).sum()) / tokens
+
+
 def case_discard(place, path, batch):
     with closing(make_trainer(place, path, **OPTIONS)) as trainer:
         before = trainer.parameter_hash()
@@ -167,6 +188,13 @@ def four_ranks():
     pool = RankPool(4)
     yield pool
     pool.close()
+
+
+@pytest.mark.parametrize("layout", ["DP2", "CP2"])
+def test_a_declared_field_arrives_in_the_loss_of_two_ranks(ranks, tmp_path, layout):
+    path = save_hf(tmp_path / "model")
+    for found, expected in ranks.run(case_declared, 2, path, TWO_RANKS[layout], tmp_path):
+        assert expected > 1 and found == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("tied", [True, False])

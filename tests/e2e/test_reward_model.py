@@ -83,7 +83,7 @@ def test_sglang_gives_the_scores_of_transformers_where_the_head_has_a_bias(tmp_p
 
 
 def test_sglang_adds_the_same_random_numbers_to_all_scores_where_it_has_none(tmp_path):
-    """Why check_sglang_head refuses it. Where this fails, SGLang has been mended."""
+    """Why check_head refuses it. Where this fails, SGLang has been mended."""
     directory = write_tiny_reward_model(tmp_path / "model", num_labels=3)
     with serving_sglang(directory, tmp_path, task="classify") as engine:
         found, right = torch.tensor(classified(engine, TEXTS)), torch.tensor(reference(directory, TEXTS))

@@ -13,7 +13,7 @@ import pytest
 
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from tests.e2e.engines import RunningEngine
-from tests.e2e.job import DEADLINE, Job, write_job
+from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -102,13 +102,42 @@ def test_a_stop_in_a_long_rollout_aborts_it_at_the_engine(job, vllm_engine_untie
     wait_for(lambda: "data: " in job.output(run), lambda: job.output(run))
     wait_for(lambda: running_requests(vllm_engine_untied) > 0, lambda: job.output(run))
     process.send_signal(number)
+    signalled = time.monotonic()
     assert process.wait(DEADLINE) == code, job.output(run)
+    print("TOOK", run, time.monotonic() - signalled)
+    assert time.monotonic() - signalled < STOP_SECONDS, job.output(run)
     assert running_requests(vllm_engine_untied) == 0, (
         "what was in flight is aborted, and not left to be generated for nobody"
     )
     assert not (job.runs / run / "checkpoints").exists(), "no step was made, so there is nothing to save"
     _, paused = vllm_engine_untied.http("GET", "/is_paused", key=vllm_engine_untied.key)
     assert not paused["is_paused"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("after", "sets"),
+    [
+        ("starting Ray", []),
+        ("building the model", []),
+        ("reading the data", []),
+        ("engines agree", ["eval.samples_per_prompt=2000", "eval.sampling.max_response_tokens=200"]),
+        ("engines agree", ["epochs_per_rollout=2000", "eval.sets={}"]),
+    ],
+    ids=["ray", "model", "data", "evaluation", "training"],
+)
+def test_a_stop_comes_back_in_seconds_in_every_phase(job, after, sets, request):
+    """Beside the one in a rollout above, and the one between steps in test_train.py."""
+    run = request.node.callspec.id
+    process = job.start("train", run, sets=["steps=1000", *sets])
+    wait_for(lambda: after in job.output(run), lambda: job.output(run))
+    time.sleep(4.0 if run == "training" else 1.0)  # its rollout comes first
+    assert process.poll() is None, job.output(run)
+    process.send_signal(signal.SIGINT)
+    signalled = time.monotonic()
+    assert process.wait(DEADLINE) == 130, job.output(run)
+    print("TOOK", run, time.monotonic() - signalled)
+    assert time.monotonic() - signalled < STOP_SECONDS, job.output(run)
 
 
 def running_requests(engine: RunningEngine) -> float:

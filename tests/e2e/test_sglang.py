@@ -21,6 +21,7 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.resume import resume_engines
@@ -29,7 +30,8 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
 from rltool.training.preflight import with_model_config
-from rltool.weights.sync import WeightSync
+from rltool.weights import connections
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify import ValueCheck
@@ -66,23 +68,20 @@ class Trainer:
         self.client, self.engine, self.where = client, engine, engine.endpoint
         self.version = WeightVersion(uuid.uuid4().hex, 0, 0)
         self.fleet = Fleet()
-        self.endpoints, self.infos = {self.where.url: self.where}, {}
         self.reports: list[SyncReport] = []
         config = WeightsConfig(bucket_bytes=BUCKET_BYTES, transport=backend)
         self.ranks = HfRanks(config, engine.launch.model, deadline=SECONDS)
+        vocabulary = vocab_size(engine.launch.model)
         self.sync = WeightSync(
-            client, self.fleet, self.endpoints, self.infos, self.ranks, config,
-            ValueCheck(vocab_size(engine.launch.model), temperature=1.0, tolerance=EQUAL, max_model_len=512),
-            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=directory,
+            EngineSet(self.fleet, client), connections.Trainer(self.ranks, "cpu", directory, vocabulary), config,
+            ValueCheck(vocabulary, temperature=1.0, tolerance=EQUAL, max_model_len=512),
+            SyncDeadlines(SECONDS, SECONDS),
         )  # fmt: skip
 
     async def connected(self) -> Trainer:
         """Free the engine of what the test before may have left, and take it into the fleet."""
         await self.bring_back()
-        info = self.infos[self.where.url] = await self.probe()
-        self.fleet.add(self.where.url)
-        sent_at = self.fleet.member(self.where.url).since
-        self.fleet.probe_succeeded(self.where.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        self.fleet.add_probed(self.where, await self.probe())
         return self
 
     async def bring_back(self) -> None:

@@ -14,13 +14,15 @@ import pytest
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.resume import TRANSFER_GROUP, resume_engines
 from rltool.engines.sglang import parse_reply
 from rltool.engines.types import Completion, EngineInfo, Holder
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, UsageError
-from rltool.weights.sync import WeightSync
+from rltool.weights.connections import Trainer
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Rendezvous, choose, transport
 from rltool.weights.verify import ValueCheck
 from tests.e2e.engines import RunningEngine, serving_sglang
@@ -87,13 +89,10 @@ def test_every_replica_samples_with_the_weights_that_lie_on_disk(engine: Running
     async def scenario(client: EngineClient, info: EngineInfo) -> None:
         assert (info.world_size, info.dp_size) == (REPLICAS, REPLICAS)
         assert choose(info, config, "cpu") == "disk", "without being told"
-        fleet.add(endpoint.url, takes_weights=True)
-        sent_at = fleet.member(endpoint.url).since
-        fleet.probe_succeeded(endpoint.url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+        fleet.add_probed(endpoint, info)
         sync = WeightSync(
-            client, fleet, {endpoint.url: endpoint}, {endpoint.url: info}, ranks, config,
-            ValueCheck(VOCAB_SIZE, 1.0, EQUAL, info.max_model_len),
-            trainer_device="cpu", step_deadline=SECONDS, bucket_deadline=SECONDS, directory=tmp_path / "weights",
+            EngineSet(fleet, client), Trainer(ranks, "cpu", tmp_path / "weights", VOCAB_SIZE), config,
+            ValueCheck(VOCAB_SIZE, 1.0, EQUAL, info.max_model_len), SyncDeadlines(SECONDS, SECONDS),
         )  # fmt: skip
         running: list[asyncio.Task[list[Completion]]] = []
         for step, seed in enumerate((51, 52)):

@@ -22,7 +22,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.rollout.dump import read_dump
 from rltool.router.launch import start_router
 from tests.e2e.engines import RunningEngine
-from tests.e2e.job import DEADLINE, Job, write_job
+from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job
 from tests.metric_names import undocumented
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -207,6 +207,15 @@ def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
     assert direct.steps("tp")[0]["train/logprob_abs_diff_mean"] < 1e-5
 
 
+def test_a_reward_rises(direct):
+    """The whole loop learns: GRPO on the share of lower-case letters, from a model of random weights."""
+    sets = ["steps=24", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=48"]
+    direct("train", "rises", sets=[*sets, "optimizer.lr=2e-3", "trainer.max_tokens_per_micro_batch=2048"])
+    rewards = [record["rollout/reward_mean"] for record in direct.steps("rises")]
+    assert len(rewards) == 24
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
+
+
 def wait_for_step(job: Job, run: str, step: int) -> None:
     deadline = time.monotonic() + DEADLINE
     while f"step {step}/" not in job.output(run):
@@ -224,7 +233,9 @@ def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_eng
     family = psutil.Process(process.pid).children(recursive=True)
     assert any("raylet" in " ".join(child.cmdline()) for child in family if child.is_running())
     process.send_signal(number)
+    signalled = time.monotonic()
     assert process.wait(DEADLINE) == code, direct.output(run)
+    assert time.monotonic() - signalled < STOP_SECONDS, direct.output(run)
     done = len(direct.steps(run))
     assert (direct.runs / run / "checkpoints" / f"step_{done}").is_dir(), "what was learned is saved"
     assert not state_of_engine(vllm_engine_untied)[0], "the engines serve on"

@@ -141,8 +141,8 @@ def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depen
     sets = [
         "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
         "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01", "algorithm.is_weights=token",
-        "algorithm.is_cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask_low=0.9",
-        "algorithm.is_mask_high=1.1", "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
+        "algorithm.is_weights.cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask.low=0.9",
+        "algorithm.is_mask.high=1.1", "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
     ]  # fmt: skip
     replay(job, "one", sets=sets)
     replay(job, "two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])

@@ -17,11 +17,13 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines import wire
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects import dialect
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.engines.types import TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
-from rltool.weights.sync import WeightSync
+from rltool.weights.connections import Trainer
+from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.vllm import bucket_request
 from rltool.weights.verify import ValueCheck
@@ -171,7 +173,7 @@ class HeldRanks(HfRanks):
     def stream(self, step):
         pairs = list(super().stream(step))
         for number, pair in enumerate(pairs):
-            if step and self.holds and number == len(pairs) // 2:  # 0: it is asked for names and shapes alone
+            if self.holds and number == len(pairs) // 2:
                 self.half.set()
                 assert self.go_on.wait(TIMEOUT)
             yield pair
@@ -179,15 +181,12 @@ class HeldRanks(HfRanks):
 
 async def staged_sync(client: EngineClient, engine, ranks: HeldRanks, directory) -> WeightSync:
     """rltool's own, for this engine."""
-    url, fleet, info = engine.url, Fleet(), await client.probe(engine.endpoint)
-    fleet.add(url)
-    sent_at = fleet.member(url).since
-    fleet.probe_succeeded(url, sent_at=sent_at, boot_id=info.boot_id, version=info.weight_version)
+    fleet, info = Fleet(), await client.probe(engine.endpoint)
+    fleet.add_probed(engine.endpoint, info)
     vocabulary = json.loads((engine.launch.model / "config.json").read_text())["vocab_size"]
     return WeightSync(
-        client, fleet, {url: engine.endpoint}, {url: info}, ranks, ranks.config,
-        ValueCheck(vocabulary, temperature=1.0, tolerance=EQUAL, max_model_len=256),
-        trainer_device="cpu", step_deadline=TIMEOUT, bucket_deadline=TIMEOUT, directory=directory,
+        EngineSet(fleet, client), Trainer(ranks, "cpu", directory, vocabulary), ranks.config,
+        ValueCheck(vocabulary, temperature=1.0, tolerance=EQUAL, max_model_len=256), SyncDeadlines(TIMEOUT, TIMEOUT),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 STEPS = 4
 
 
-def test_a_run_with_the_defaults_of_init_learns_on_the_engines_gpu(tmp_path, monkeypatch):
+def test_a_run_with_the_defaults_of_init_trains_on_the_engines_gpu(tmp_path, monkeypatch):
     """vLLM sleeps while the trainer works; every step's log-probabilities agree; nothing stays on the GPU."""
     monkeypatch.setitem(SHAPES, "test", SHAPES["0.5B"] | {"num_hidden_layers": 4, "vocab_size": 8192})
     model, data = make_model(tmp_path / "model", "test", 256), make_prompts(tmp_path / "prompts.jsonl")
@@ -43,7 +43,7 @@ def test_a_run_with_the_defaults_of_init_learns_on_the_engines_gpu(tmp_path, mon
     lines = (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()
     steps = [record for record in map(json.loads, lines) if "train/loss" in record]
     assert len(steps) == STEPS
-    assert json.loads((tmp_path / "runs/one/config.json").read_text())["model"]["dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "runs/one/config.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
     assert max(record["train/mismatch_kl"] for record in steps) < 2e-3
     assert max(record["train/logprob_abs_diff_mean"] for record in steps) < 0.03
     assert len({record["weight_version"] for record in steps}) == STEPS

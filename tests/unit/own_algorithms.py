@@ -10,7 +10,7 @@ def centred(batch, algorithm):
 
 
 def per_token(batch, algorithm):
-    return (batch.ref_logprobs - batch.old_logprobs) * algorithm.gamma
+    return (batch.ref_logprobs - batch.old_logprobs) * algorithm.advantage.options.get("scale", 1.0)
 
 
 def by_reshape(batch, algorithm):
@@ -43,7 +43,8 @@ def reinforce(logprobs, tokens, algorithm):
 
 
 def squared(logprobs, tokens, algorithm):
-    return (logprobs - tokens.old_logprobs - algorithm.clip_high * tokens.advantages).square()
+    pull = algorithm.objective.options.get("pull", 0.2)
+    return (logprobs - tokens.old_logprobs - pull * tokens.advantages).square()
 
 
 def summed(logprobs, tokens, algorithm):

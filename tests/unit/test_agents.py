@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import select
+import subprocess
+import sys
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
+from rltool.agents import pool
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
 from rltool.agents.outcome import AgentFailed
-from rltool.agents.pool import CommandAgents, check_agent, load_agents
+from rltool.agents.pool import CommandAgents, FunctionAgents, check_agent, load_agents
 from rltool.agents.recorded import samples_of, seconds_between_turns
 from rltool.agents.sessions import OpenSession
 from rltool.agents.task import AgentTask, row_of
@@ -222,7 +227,7 @@ def test_a_group_s_baseline_counts_episodes_and_not_their_trajectories():
     samples = scored((0, 0, 1.0), (0, 1, 1.0), (0, 2, 1.0), (1, 0, 0.0))
     batch = samples_to_batch(samples)
     assert batch.episode_ids is not None and batch.episode_ids.tolist() == [0, 0, 0, 1]
-    values = estimate_advantages(batch, AlgorithmConfig(advantage="grpo", normalize_std=False))
+    values = estimate_advantages(batch, AlgorithmConfig(advantage={"kind": "grpo", "normalize_std": False}))
     sampled = values[batch.loss_mask > 0]
     assert torch.allclose(sampled, torch.tensor([0.5] * 6 + [-0.5] * 2))  # a mean over samples would give 0.25, -0.75
 
@@ -280,6 +285,68 @@ def test_failed_episodes_are_counted_with_their_reason():
 def test_what_is_no_agent_is_found_before_anything_starts(path, said):
     with pytest.raises(UsageError, match=said):
         check_agent(path)
+
+
+def hello(prompt: str, deadline: float = 60.0) -> AgentTask:
+    return AgentTask("http://g/v1", "http://g", "key", "policy", {"prompt": prompt}, deadline, 5)
+
+
+def test_an_agent_that_blocks_its_event_loop_loses_its_worker_and_the_next_one_gets_another(monkeypatch):
+    monkeypatch.setattr(pool, "GRACE_SECONDS", 0.0)
+
+    async def run() -> tuple[str, str, Any]:
+        agents = FunctionAgents(f"{PLACE}:misbehaves", workers=1)
+        try:
+            other = asyncio.ensure_future(agents.run(hello("hangs")))
+            with pytest.raises(AgentFailed) as blocking:
+                await agents.run(hello("blocks", deadline=1.0))
+            with pytest.raises(AgentFailed) as beside:
+                await other
+            return str(blocking.value), str(beside.value), await agents.run(hello("is fine"))
+        finally:
+            await agents.close()
+
+    blocking, beside, fine = asyncio.run(run())
+    assert "blocked its event loop" in blocking and "blocked its event loop" in beside and fine == 1.0
+
+
+def test_what_a_worker_answered_before_it_ended_counts_also_where_its_end_is_seen_first():
+    async def run() -> list[Any]:
+        agents = FunctionAgents(f"{PLACE}:misbehaves", workers=1)
+        try:
+            answered = asyncio.ensure_future(agents.run(hello("is fine")))
+            await asyncio.sleep(0)
+            await agents._pool.ready()
+            await asyncio.sleep(0)  # it is given the episode
+            worker = agents._pool.workers[0]
+            assert worker is not None and select.select([worker._socket], [], [], 60.0)[0]
+            worker.process.kill()
+            worker.process.wait()
+            return await asyncio.gather(agents.run(hello("is fine")), answered)
+        finally:
+            await agents.close()
+
+    assert asyncio.run(run()) == [1.0, 1.0]
+
+
+def test_a_worker_whose_event_loop_is_blocked_ends_with_its_parent():
+    code = (
+        "import asyncio, os, sys; from rltool.agents.pool import FunctionAgents; from rltool.agents.task import *\n"
+        "async def run():\n"
+        f"    agents = FunctionAgents({PLACE + ':misbehaves'!r}, workers=1)\n"
+        "    task = AgentTask('', '', '', '', {'prompt': 'blocks'}, 60.0, 5)\n"
+        "    running = asyncio.ensure_future(agents.run(task))\n"
+        "    await asyncio.sleep(0)\n"
+        "    await agents._pool.ready()\n"
+        "    print(agents._pool.workers[0].process.pid, flush=True)\n"
+        "    await asyncio.sleep(1)\n"
+        "    os.kill(os.getpid(), 9)\n"
+        "asyncio.run(run())"
+    )
+    parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=120)
+    pid = int(parent.stdout)
+    _, alive = psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=30)
+    assert not alive
 
 
 def test_a_list_is_a_command_line():

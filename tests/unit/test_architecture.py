@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import pytest
 
+from rltool.config.serve import ENGINES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 LEVELS = (
@@ -23,14 +25,14 @@ LEVELS = (
     {"environments", "gateway"},
     {"agents"},
     {"training"},
-    {"quickstart", "doctor"},
+    {"quickstart", "doctor", "api"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
 """commands -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} -> megatron ->
-{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone. A
-room imports what is below it, and none of its own level."""
+{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone; api
+is for users. A room imports what is below it, and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
@@ -43,6 +45,7 @@ OWNERS = {
     "ray": {"training": "actors and placement"},
     "megatron": {"megatron": "the trainer", "checkpoints": "dist_checkpointing and the model that it fills"},
     "vllm": {"engines/plugin": "what runs inside a vLLM server"},
+    "starlette": {"engines/plugin/server.py": "what runs inside a vLLM server"},
     "sglang": {},
     "sglang_router": {"router/main.py": "the router's own process"},
     "torch": {
@@ -95,7 +98,7 @@ GATEWAY_IMPORTS = {
     "errors": "",
     "terminal": "what it prints",
     "processes": "run directory, keys, starting",
-    "rollout": "the tokenizer",
+    "rollout": "the tokenizer, and the data plane with what continues a response",
 }
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
@@ -288,6 +291,28 @@ def test_no_wait_depends_on_the_time_of_day_which_may_jump():
     assert wall_clocks("import time\nends = time.time() + 5") == ["time.time"]
 
 
+def compared_engines(text: str) -> list[str]:
+    """Where the name of an engine is compared, or looked up in a table that is written out on the spot."""
+    asks = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare | ast.MatchValue)
+        or (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict))
+    ]
+    return [
+        ast.unparse(node)
+        for node in asks
+        if any(isinstance(part, ast.Constant) and part.value in ENGINES for part in ast.walk(node))
+    ]
+
+
+def test_what_differs_between_engines_is_in_their_dialects():
+    files = sorted((ROOT / "rltool").rglob("*.py"))
+    found = {str(file): compared_engines(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: places for file, places in found.items() if places} == {}
+    assert len(compared_engines('a == "vllm" or b in ("x", "sglang") or {"vllm": 1}[c] or {"vllm": 1}')) == 3
+
+
 def past_the_terminal(text: str) -> list[str]:
     """Where text may reach a terminal past rltool/terminal.py, or be read as rich's markup: there, a prompt's escape
     sequence would be obeyed, and `[/INST]` or the host of `http://[::1]:80` lost."""
@@ -380,10 +405,11 @@ def test_a_task_made_elsewhere_is_found(text):
     assert task_makers("async def f():\n    x = await asyncio.gather(asyncio.gather(a()), *others)") == []
 
 
-def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_alone():
+def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_generates():
     found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
-    assert {i.module for i in found if i.module.startswith("rltool.rollout")} == {"rltool.rollout.tokenizer"}
+    modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
+    assert modules == {"tokenizer", "data_plane", "fleet_monitor", "generate", "sample", "versions"}
 
 
 @pytest.mark.parametrize(

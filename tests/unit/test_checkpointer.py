@@ -308,5 +308,5 @@ def test_a_checkpoint_that_is_moved_away_while_others_are_thinned_out_is_a_warni
     run.save(4, eval__a__accuracy=0.5)
     monkeypatch.undo()
     assert "step_2 is not looked at" in run.out.getvalue()
-    assert run.checkpoints.check()["checkpoint/failures"] == 1
+    assert "checkpoint/failures" not in run.checkpoints.check(), "every save was written"
     assert 4 in run.steps()

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from rltool.config.serve import EngineLaunch, ServeConfig, ServedModel
 from rltool.config.train import TrainConfig
-from rltool.engines.classification import check_sglang_head
+from rltool.engines.classification import check_head
 from rltool.engines.dialects import dialect
 from rltool.engines.launch import check_processes, order_of_file, order_of_flags
 from rltool.engines.plan import Host, Settings, engine_slots, plan_engines, seat_slots
@@ -106,10 +106,10 @@ def test_sglang_is_started_for_embedding():
 def test_a_head_that_sglang_would_add_random_numbers_to_is_refused(tmp_path):
     bare = launch(write_tiny_reward_model(tmp_path / "bare"), engine="sglang")
     with pytest.raises(UsageError, match="where the checkpoint has none.*--engine vllm, or add score.bias"):
-        check_sglang_head(bare)
-    check_sglang_head(launch(write_tiny_reward_model(tmp_path / "biased", head_bias=True), engine="sglang"))
+        check_head(bare)
+    check_head(launch(write_tiny_reward_model(tmp_path / "biased", head_bias=True), engine="sglang"))
     for changes in ({"engine": "vllm"}, {"task": "generate"}):
-        check_sglang_head(bare.model_copy(update=changes))
+        check_head(bare.model_copy(update=changes))
 
 
 def test_serve_engines_refuses_it_before_anything_starts(tmp_path):
@@ -163,7 +163,11 @@ OPTIONS = {"model": "reward"}
         (CLASSIFIER, {"reward": {"function": "judge", "options": OPTIONS}}, "reward.function = 'judge'"),
         (CLASSIFIER, {"reward": {"function": "judge-probability", "options": OPTIONS}}, "'judge-probability'"),
         (CLASSIFIER, {"reward": {"group": "pairwise-judge", "group_options": OPTIONS}}, "reward.group = 'pairwise"),
-        (CLASSIFIER, {"model": {"path": "m", "teacher": "reward"}}, "model.teacher = 'reward'"),
+        (
+            CLASSIFIER,
+            {"model": {"path": "m", "teacher": "reward"}, "algorithm": {"distill_coef": 0.1}},
+            "model.teacher = 'reward'",
+        ),
         (GENERATOR, {"reward": {"function": "reward-model"}}, "reward.function = 'reward-model'"),
         (
             GENERATOR,

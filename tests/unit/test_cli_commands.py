@@ -42,7 +42,7 @@ def test_the_template_loads_as_it_is(runs, tmp_path, capsys):
 
 
 def test_every_setting_that_the_template_comments_out_exists_and_shows_its_default(tmp_path):
-    commented = re.sub(r"^#(\w+ = )", r"\1", template_text("grpo"), flags=re.MULTILINE)
+    commented = re.sub(r"^#([\w.]+ = )", r"\1", template_text("grpo"), flags=re.MULTILINE)
     assert commented != template_text("grpo")
     file = tmp_path / "all.toml"
     file.write_text(commented)
@@ -98,7 +98,7 @@ def test_init_writes_the_fragment_of_an_algorithm_that_lies_over_the_template(ru
     code, output = run_main(["init", "--algorithm", "dapo"], capsys)
     assert code == 0 and "--config dapo.toml" in output
     algorithm = load_config(TrainConfig, [tmp_path / "run.toml", tmp_path / "dapo.toml"]).config.algorithm
-    assert (algorithm.clip_high, algorithm.overlong_buffer, algorithm.loss) == (0.28, 256, "policy")
+    assert (algorithm.objective.clip_high, algorithm.overlong_buffer, algorithm.loss) == (0.28, 256, "policy")
 
 
 def test_init_names_the_algorithms_that_it_knows(runs, capsys):

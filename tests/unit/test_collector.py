@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import tempfile
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,8 +24,9 @@ from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import SampleStatus
-from rltool.rollout.scoring import Scorer
-from rltool.rollout.snapshot import restore, snapshot
+from rltool.rollout.scoring import FailureLimit, Scorer
+from rltool.rollout.snapshot import books, restore, snapshot
+from tests.declared import declare_surprise, table_of_its_own
 
 RUN = "a" * 32
 SETTINGS = {"samples_per_prompt": 2, "run_seed": 7, "group_deadline": 5.0, "batch_deadline": 10.0, "max_filtered": 1000}
@@ -44,6 +46,7 @@ class Work:
     fail: callable = lambda group: None
     reason: callable = lambda group: None
     partial: bool = True
+    bring: dict = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
     generated: Counter = field(default_factory=Counter)
     aborting: set[int] = field(default_factory=set)
@@ -60,7 +63,8 @@ class Work:
                 if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED):
                     last = len(sample.response_ids) == 1 or (piece == 1 and not stop)
                     version = VersionSpan(f"{RUN}:0:{self.versions.published}", 0, 1)
-                    sample.append_response_tokens(Completion((5,), (-1.0,), "stop" if last else "abort", (version,)))
+                    reason = "stop" if last else "abort"
+                    sample.append_response_tokens(Completion((5,), (-1.0,), reason, (version,), columns=self.bring))
             if stop:
                 self.aborting.discard(group.id)
                 return
@@ -414,6 +418,25 @@ def test_a_batch_in_hand_is_kept_until_its_step_is_done_and_not_after_it(policy)
     asyncio.run(run())
 
 
+def test_a_checkpointed_buffer_keeps_a_declared_field_of_samples_that_go_on_growing():
+    async def run():
+        collector = make(Work(Versions(), bring={"surprise": array("f", [0.5])}), policy := AdmissionPolicy(batch=3))
+        publish(collector, 0)
+        [one, *_] = (await collector.next(0)).groups[0].samples
+        kept = snapshot(collector, 0, keeps_partial=True)
+        resumed = make(Work(Versions()), policy)
+        taken_up(resumed, kept)
+        samples = [s for group in resumed.ledger.groups(GroupState.READY) for s in group.samples]
+        assert samples and all(s.surprise == array("f", [0.5, 0.5]) for s in samples)
+        _, copies = books(collector, 0, keeps_partial=True)
+        one.append_environment_tokens([1])
+        assert len(one.surprise) == 3 and all(len(copy.surprise) == 2 for copy in copies)
+
+    with table_of_its_own():
+        declare_surprise()
+        asyncio.run(run())
+
+
 class Rewards:
     def __init__(self, broken):
         self.broken = broken
@@ -427,7 +450,7 @@ class ScoredWork(Work):
     broken: bool = False
 
     def __post_init__(self):
-        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", max_failure_fraction=0.1, batch_samples=8)
+        self.scorer = Scorer(Rewards(self.broken), lambda ids: "", may_fail=FailureLimit(0.1, 8))
 
     async def finish(self, group):
         return await self.scorer.finish(group.samples)

@@ -1,8 +1,13 @@
+import math
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.loader import ConfigError, load_config
+from rltool.config.methods import CISPO, PPO, OwnObjective
+from rltool.config.rules import RULES_OF_GENERATION
 from rltool.config.serve import ServeConfig
 from rltool.config.train import TrainConfig
 
@@ -131,10 +136,11 @@ def test_every_renamed_key_leads_to_one_that_exists_and_is_gone_itself():
     for old, new in gone.items():
         for key, there in ((old, False), (new, True)):
             *sections, name = key.split(".")
-            model = TrainConfig
+            models = [TrainConfig]
             for section in sections:
-                model = model.model_fields[section].annotation
-            assert (name in model.model_fields) is there, key
+                field = models[0].model_fields[section].annotation
+                models = [field] if isinstance(field, type) else list(get_args(field))
+            assert any(name in model.model_fields for model in models) is there, key
 
 
 @pytest.mark.parametrize(
@@ -174,11 +180,12 @@ def test_a_wrong_word_is_answered_with_the_one_that_was_meant(sets, message):
 
 def test_names_beside_an_import_path_are_one_line(tmp_path):
     with pytest.raises(ConfigError) as error:
-        load_config(TrainConfig, [], ["model.path=m", "algorithm.advantage=grop"])
+        load_config(TrainConfig, [], ["model.path=m", "rollout.group_filter=equal_reward"])
     said = str(error.value)
-    assert said.startswith("algorithm.advantage: Input should be 'grpo', ") and said.count("\n") == 0
+    assert said.startswith("rollout.group_filter: Input should be 'none' or ") and said.count("\n") == 0
     assert said.endswith(
-        "; or an import path `package.module:function` (got 'grop'), from --set; 'grop': did you mean 'grpo'?"
+        "; or an import path `package.module:function` (got 'equal_reward'), from --set; 'equal_reward': did you mean "
+        "'equal_rewards'?"
     )
     assert "literal[" not in said and "constrained" not in said
     with pytest.raises(ConfigError, match=r"^data\.train: .*; give a list: \[\"a\"\]$"):
@@ -194,3 +201,69 @@ def test_a_refusal_of_several_keys_together_has_no_empty_key():
 def test_a_name_of_the_users_own_stays_in_the_key():
     with pytest.raises(ConfigError, match=r"^eval\.sets\.gsm-8k: .*\(got 3\), from --set$"):
         load_config(TrainConfig, [], ["model.path=m", "eval.sets.gsm-8k=3"])
+
+
+def test_a_configuration_made_in_python_is_refused_by_the_rules_between_its_keys():
+    with pytest.raises(ValueError, match=r"rollout.prompts_per_step 33 .* such as 32"):
+        TrainConfig(model={"path": "m"}, rollout={"prompts_per_step": 33}, optimizer_steps_per_rollout=2)
+    with pytest.raises(ValueError, match="algorithm.kl_in = \"reward\" would have no effect"):
+        TrainConfig(model={"path": "m"}, algorithm={"kl_in": "reward"})
+
+
+def test_a_rule_between_keys_names_where_each_of_them_was_set(tmp_path):
+    file = write(tmp_path, '[model]\npath = "m"\n[rollout]\npartial_rollout = true\noversampling_factor = 1.5\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [file], ["rollout.max_staleness=0"], {"steps": ("--steps", 3)})
+    assert str(error.value).endswith(f" (rollout.partial_rollout from {file}, rollout.max_staleness from --set)")
+    with pytest.raises(ConfigError) as error:
+        load_config(TrainConfig, [], ["model.path=m", "trainer.world_size=3", "trainer.tensor_parallel=2"])
+    assert str(error.value).endswith(" (trainer.world_size from --set, trainer.tensor_parallel from --set)")
+
+
+def test_a_verb_that_does_not_train_applies_the_rules_that_it_needs():
+    sets = ["model.path=m", "trainer.max_tokens_per_micro_batch=8", 'rollout.environment_arguments={"a"=1}']
+    assert load_config(TrainConfig, [], sets, rules=()).config.trainer.max_tokens_per_micro_batch == 8
+    with pytest.raises(ConfigError, match=r"rollout\.environment_arguments"):
+        load_config(TrainConfig, [], sets, rules=RULES_OF_GENERATION)
+
+
+WITH_CISPO = '[model]\npath = "m"\n[algorithm.objective]\nclip_low = 1.0\nkind = "cispo"\n'
+
+
+def test_tables_with_a_kind_merge_key_by_key_and_another_kind_begins_anew(tmp_path):
+    def loaded(*sets: str):
+        found = load_config(TrainConfig, [write(tmp_path, WITH_CISPO)], sets)
+        return found.config.algorithm.objective, [key for key in found.origins if "objective" in key]
+
+    keys = ["algorithm.objective.kind", "algorithm.objective.clip_low"]
+    assert loaded("algorithm.objective.ratio=sequence") == (
+        CISPO(clip_low=1.0, ratio="sequence"), [*keys, "algorithm.objective.ratio"]
+    )  # fmt: skip
+    assert loaded("algorithm.objective.kind=cispo") == (CISPO(clip_low=1.0), keys)
+    assert loaded("algorithm.objective=ppo") == (PPO(), keys[:1])
+    assert loaded("algorithm.objective.kind=ppo") == (PPO(), keys[:1])
+    for both in (["algorithm.objective=a:b", "algorithm.objective.options.x=3"],
+                 ['algorithm.objective={options={x=3}, kind="own", function="a:b"}']):  # fmt: skip
+        assert loaded(*both)[0] == OwnObjective(function="a:b", options={"x": 3})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("algorithm.objective=cipso", "algorithm.objective.kind: expected one of 'ppo', .*from --set; .*mean 'cispo'"),
+        ("algorithm.objective.kind=[1]", "algorithm.objective.kind: expected one of"),
+        ("algorithm.objective=3", "algorithm.objective.kind: expected one of"),
+        ("algorithm.objective.clip_hgih=1", "did you mean algorithm.objective.clip_high"),
+        ("algorithm.objective.clip_low.x=1", "algorithm.objective.clip_low: Input should be a valid number"),
+        ("algorithm.objective.ratio=tokn", "algorithm.objective.ratio: .*from --set; 'tokn': did you mean 'token'"),
+        ("algorithm.clip_high=0.3", "algorithm.clip_high is algorithm.objective.clip_high now"),
+    ],
+)
+def test_what_is_wrong_in_a_table_with_a_kind_is_named(tmp_path, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(TrainConfig, [write(tmp_path, WITH_CISPO)], [setting])
+
+
+def test_a_table_with_a_kind_comes_back_from_json():
+    made = AlgorithmConfig(objective={"clip_high": math.inf})
+    assert AlgorithmConfig.model_validate_json(made.model_dump_json()) == made

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltool.cli import load_command
-from rltool.engines.supported import NEWEST
+from rltool.engines.dialects import dialect
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "containers").glob("*.Dockerfile"))
@@ -77,7 +77,8 @@ def test_engines_with_cuda_are_the_releases_that_are_tested_on_the_cpu():
     }
     for name, found in tested.items():
         assert found is not None and pins(f"{name}-cuda.txt") == {name: found[1]}
-        assert tuple(map(int, found[1].split(".")))[: len(NEWEST[name])] == NEWEST[name]
+        newest = dialect(name).versions.newest
+        assert tuple(map(int, found[1].split(".")))[: len(newest)] == newest
 
 
 def test_cpu_torch_is_the_one_of_the_constraints():

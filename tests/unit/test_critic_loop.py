@@ -119,7 +119,7 @@ def test_values_come_before_the_policy_and_the_critic_trains_after_it(sets, step
 
 @pytest.mark.parametrize("sets", [[], KL], ids=str)
 def test_the_critics_targets_are_advantage_plus_value_before_whitening(sets):
-    loop, trainer = loop_with("algorithm.gamma=0.9", *sets)
+    loop, trainer = loop_with("algorithm.advantage.gamma=0.9", *sets)
     metrics = loop.train(on_policy_batch())
     (batch,) = trainer.batches
     algorithm = loop.config.algorithm

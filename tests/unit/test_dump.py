@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from rltool.engines.types import Drafts, VersionSpan
-from rltool.rollout.dump import RAGGED, DumpError, dump_paths, dumped_steps, read_dump, write_dump
+from rltool.rollout.dump import DumpError, dump_paths, dumped_steps, read_dump, tensor_fields, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 
 
@@ -90,7 +90,7 @@ def test_logprobs_are_bit_equal(tmp_path):
 def test_list_fields_of_sample_are_all_in_the_tensor_file():
     numbers = ("list[int]", "list[float]", "array[")
     lists = {f.name for f in dataclasses.fields(Sample) if str(f.type).startswith(numbers)}
-    assert lists == set(RAGGED)
+    assert lists == set(tensor_fields())
 
 
 def test_no_samples_is_a_dump_too(tmp_path):

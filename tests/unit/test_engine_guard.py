@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet
 from rltool.rollout.engine_guard import EngineGuard, RouterLost, TooFewEngines
+from tests import fleets
 from tests.clock import Clock
 
 A, B = "http://a:1", "http://b:1"
@@ -21,14 +24,18 @@ def clock():
 def fleet(clock):
     fleet = Fleet(clock=clock)
     for url in (A, B):
-        fleet.add(url, takes_weights=False)
-        fleet.probe_succeeded(url, sent_at=clock())
+        fleets.add_probed(fleet, url, takes_weights=False)
     return fleet
 
 
 def guard(fleet, clock, *, min_serving=1, log=None):
-    endpoints = {A: EngineEndpoint(url=A, log=log), B: EngineEndpoint(url=B)}
-    return EngineGuard(fleet, endpoints, min_serving=min_serving, deadline=30.0, clock=clock)
+    fleets.describe(fleet, A, endpoint={"log": log})
+    return EngineGuard(engines(fleet), min_serving=min_serving, deadline=30.0)
+
+
+def engines(fleet):
+    client: Any = None  # no engine is asked
+    return EngineSet(fleet, client)
 
 
 def test_enough_engines_are_no_error_however_long_it_lasts(fleet, clock):
@@ -47,7 +54,7 @@ def test_the_wait_begins_when_an_engine_is_missing_and_ends_when_it_is_back(flee
     watch.check()
     assert watch.is_waiting
     fleet.request_succeeded(B, sent_at=clock())
-    fleet.probe_succeeded(B, sent_at=clock())
+    fleets.answers(fleet, B, sent_at=clock())
     watch.check()
     assert not watch.is_waiting
     fleet.process_exited(B, "killed again")
@@ -88,8 +95,7 @@ class Router:
 def routed(fleet, clock):
     """A router and what guards it, in front of engines that serve."""
     router = Router()
-    endpoints = {url: EngineEndpoint(url=url) for url in (A, B)}
-    return router, EngineGuard(fleet, endpoints, min_serving=1, deadline=30.0, router=router, clock=clock)
+    return router, EngineGuard(engines(fleet), min_serving=1, deadline=30.0, router=router)
 
 
 def test_a_router_that_comes_back_in_time_is_no_error(routed, clock):

@@ -11,6 +11,7 @@ from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.rollout import engine_restarts
 from rltool.rollout.engine_restarts import EngineRestarts
+from tests import fleets
 
 URL = "http://127.0.0.1:7001"
 
@@ -86,8 +87,7 @@ class Rig:
     def __init__(self, monkeypatch, *, most=3, clock=lambda: 0.0) -> None:
         monkeypatch.setattr(engine_restarts, "LOOK_SECONDS", 0.001)
         self.fleet = Fleet()
-        self.fleet.add(URL, takes_weights=False)
-        self.fleet.probe_succeeded(URL, sent_at=self.fleet.member(URL).since, boot_id="one")
+        fleets.add_probed(self.fleet, URL, takes_weights=False, boot_id="one")
         self.processes, self.lines = Processes(URL), []
         self.monitor = Monitor(self.fleet)
         self.restarts = EngineRestarts(
@@ -167,7 +167,7 @@ def test_only_the_time_in_which_an_engine_has_served_gives_it_its_restarts_back(
             rig.processes.ended = {URL: "ended with exit code 1"}
             await until(lambda count=count: rig.restarts.counts["restarts"] == count)
             if answers:
-                rig.fleet.probe_succeeded(URL, sent_at=float("inf"), boot_id=str(count))
+                fleets.answers(rig.fleet, URL, sent_at=float("inf"), boot_id=str(count))
                 await until(lambda: URL not in rig.restarts._unanswered)
             now[0] += 900.0  # longer than `forget`: it loads, and never serves
         rig.processes.ended = {URL: "ended with exit code 1"}

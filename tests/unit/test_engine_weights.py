@@ -17,7 +17,6 @@ from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
 from rltool.training.listening import beyond_loopback
 from rltool.training.preflight import ProbedFleet, backends, engine_problems
-from rltool.training.validate_engines import check_mode
 from rltool.training.weight_routes import describe_routes, idle_rules
 from rltool.weights.transport import choose_for
 
@@ -181,16 +180,14 @@ def test_a_section_may_say_otherwise(sections, settings):
     ],
 )
 def test_what_contradicts_the_mode_of_the_engines_is_refused_in_a_section_too(mode, section, message):
-    config = TrainConfig.model_validate(
-        {
-            "model": {"path": "/m"},
-            "engines": {"mode": mode, "groups": [{"name": "g"}]},
-            "trainer": {"device": "cpu"},
-            "weights": {"engines": [{"group": "g", **section}]},
-        }
-    )
-    with pytest.raises(UsageError, match=message):
-        check_mode(config)
+    values = {
+        "model": {"path": "/m"},
+        "engines": {"mode": mode, "groups": [{"name": "g"}]},
+        "trainer": {"device": "cpu"},
+        "weights": {"engines": [{"group": "g", **section}]},
+    }
+    with pytest.raises(ValueError, match=message):
+        TrainConfig.model_validate(values)
 
 
 def test_a_section_without_nccl_leaves_no_listener_out_and_one_with_it_is_named():

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from rltool.chat.conversation import Message
 from rltool.chat.parsers.registry import PARSERS
 from rltool.chat.rendering import Renderer
 from rltool.config.rollout import RolloutConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.environments.episodes import EpisodeLimits, Episodes
 from rltool.environments.loading import load_environment
-from rltool.environments.protocol import Task, task_of
+from rltool.environments.protocol import task_of
 from rltool.environments.scores import exact_answer
 from rltool.environments.tool_use import ToolUse
 from rltool.errors import EngineError, UsageError
@@ -277,28 +276,6 @@ def test_the_messages_of_a_row_are_the_beginning():
 def test_what_is_no_environment_is_found_before_anything_starts(name, arguments, said):
     with pytest.raises(UsageError, match=said):
         load_environment(RolloutConfig(environment=name, environment_arguments=arguments))
-
-
-def test_steps_that_are_made_slower_are_waited_for_and_nothing_else_is(monkeypatch):
-    made, slept = [], []
-
-    async def sleep(seconds):
-        slept.append(seconds)
-
-    monkeypatch.setattr("rltool.environments.loading.asyncio.sleep", sleep)
-    config = {"environment": f"{PLACE}:Counting", "environment_arguments": {"times": 4}}
-    plain, slower = (load_environment(RolloutConfig(**config, **more)) for more in ({}, {"simulate_step_seconds": 2.5}))
-
-    async def episode(environment):
-        start = await environment.reset(Task(0, (), None, {}, 0))
-        step = await environment.step(Message("assistant", "1"))
-        made.append((start, step, await environment.reward()))
-        await environment.close()
-
-    asyncio.run(episode(plain()))
-    assert slept == []
-    asyncio.run(episode(slower()))
-    assert slept == [2.5] and made[0] == made[1]
 
 
 def test_the_seconds_of_an_episodes_steps_are_its_samples_and_those_of_a_reply_are_not(words, renderer):

@@ -30,11 +30,11 @@ LONGEST = 6
     "settings",
     [
         {},
-        {"normalize_std": False},
+        {"advantage": {"normalize_std": False}},
         {"advantage": "rloo"},
         {"advantage": "reinforce_pp"},
-        {"advantage": "reinforce_pp", "whiten_advantages": False, "gamma": 0.9},
-        {"advantage": "reinforce_pp_baseline", "gamma": 0.7},
+        {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}, "whiten_advantages": False},
+        {"advantage": {"kind": "reinforce_pp_baseline", "gamma": 0.7}},
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
@@ -43,10 +43,10 @@ LONGEST = 6
         {"advantage": "remax"},
         {"advantage": "remax", "reward_clip": (-0.5, 0.6)},
         {"advantage": "opo"},
-        {"normalize_std_over": "batch"},
-        {"normalize_std": False, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
+        {"advantage": {"normalize_std_over": "batch"}},
+        {"advantage": {"normalize_std": False}, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
         {"distill_coef": 0.3},
-        {"advantage": "reinforce_pp", "distill_coef": 0.3, "gamma": 0.9},
+        {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}, "distill_coef": 0.3},
         *(
             {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
             for name in ("grpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
@@ -221,14 +221,14 @@ def test_a_ratio_of_a_long_sequence_does_not_overflow():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"is_weights": "token", "is_cap": 1.05},
-        {"is_weights": "sequence", "is_cap": 1.2},
-        {"is_weights": "geometric", "is_cap": 1.01},
-        {"is_mask": "token", "is_mask_low": 0.93, "is_mask_high": 1.05},
-        {"is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
-        {"is_mask": "geometric", "is_mask_low": 0.95, "is_mask_high": 1.02},
-        {"is_weights": "token", "is_cap": 1.1, "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.1},
-        {"is_weights": "token", "is_cap": 1.05, "is_floor": 0.95},
+        {"is_weights": {"kind": "token", "cap": 1.05}},
+        {"is_weights": {"kind": "sequence", "cap": 1.2}},
+        {"is_weights": {"kind": "geometric", "cap": 1.01}},
+        {"is_mask": {"kind": "token", "low": 0.93, "high": 1.05}},
+        {"is_mask": {"kind": "sequence", "low": 0.9, "high": 1.1}},
+        {"is_mask": {"kind": "geometric", "low": 0.95, "high": 1.02}},
+        {"is_weights": {"kind": "token", "cap": 1.1}, "is_mask": {"kind": "token", "low": 0.9, "high": 1.1}},
+        {"is_weights": {"kind": "token", "cap": 1.05, "floor": 0.95}},
         {"is_veto": 0.9},
     ],
     ids=str,
@@ -240,12 +240,12 @@ def test_corrections_and_their_metrics_equal_a_plain_loop(settings):
     torch.testing.assert_close(found.is_weights[batch.loss_mask > 0], torch.tensor(expected))
     assert not (found.is_weights * (1 - batch.loss_mask)).any()
     assert len(set(expected)) > 1, "the settings of this case must do something"
-    if algorithm.is_mask != "none":
+    if algorithm.is_mask.kind != "none":
         kept = plain.is_weight(batch, AlgorithmConfig(**{k: v for k, v in settings.items() if "mask" in k}))
         masked = [value == 0 for sample in kept for value in sample.values()]
         assert metrics["train/masked_fraction"] == pytest.approx(sum(masked) / len(masked))
         assert 0 < metrics["train/masked_fraction"] < 1
-    if algorithm.is_weights != "none":
+    if algorithm.is_weights.kind != "none":
         weights = plain.is_weight(batch, AlgorithmConfig(**{k: v for k, v in settings.items() if "mask" not in k}))
         values = [value for sample in weights for value in sample.values()]
         assert metrics["train/is_weight_mean"] == pytest.approx(sum(values) / len(values), rel=1e-5)
@@ -257,8 +257,8 @@ def test_corrections_and_their_metrics_equal_a_plain_loop(settings):
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_normalised_weights_have_mean_one_and_keep_their_proportions(level):
     batch = example_batch()
-    found, metrics = with_corrections(batch, AlgorithmConfig(is_weights=level, is_cap=1.2, is_normalize=True))
-    before, _ = with_corrections(batch, AlgorithmConfig(is_weights=level, is_cap=1.2))
+    found, metrics = with_corrections(batch, AlgorithmConfig(is_weights={"kind": level, "cap": 1.2, "normalize": True}))
+    before, _ = with_corrections(batch, AlgorithmConfig(is_weights={"kind": level, "cap": 1.2}))
     chosen = batch.loss_mask > 0
     proportion = found.is_weights[chosen] / before.is_weights[chosen]
     assert float(proportion.std()) < 1e-6 and abs(float(proportion[0]) - 1) > 1e-4
@@ -267,7 +267,7 @@ def test_normalised_weights_have_mean_one_and_keep_their_proportions(level):
     mean = found.is_weights[chosen].mean() if level == "token" else first.mean()
     assert float(mean) == pytest.approx(1, rel=1e-6)
     assert metrics["train/is_weight_mean"] == pytest.approx(float(before.is_weights[chosen].mean()), rel=1e-6)
-    expected = plain.is_weight(batch, AlgorithmConfig(is_weights=level, is_cap=1.2, is_normalize=True))
+    expected = plain.is_weight(batch, AlgorithmConfig(is_weights={"kind": level, "cap": 1.2, "normalize": True}))
     torch.testing.assert_close(found.is_weights[chosen], torch.tensor([w for own in expected for w in own.values()]))
 
 

@@ -7,10 +7,9 @@ import signal
 import pytest
 
 from rltool.config.train import TrainConfig
-from rltool.errors import EngineError, RltoolError
+from rltool.errors import EngineError
 from rltool.training.loop import Progress
 from rltool.training.stopping import StopRequested
-from rltool.training.validate_evaluation import check_evaluation
 from tests.unit.test_loop import Run, Saves, World
 
 
@@ -169,8 +168,8 @@ def test_a_resumed_run_starts_the_evaluation_of_its_checkpoint_again(tmp_path):
 
 def test_colocated_engines_cannot_evaluate_beside_training():
     values = {"model": {"path": "m"}, "engines": {"mode": "colocate", "groups": [{}]}, "eval": {"blocking": False}}
-    with pytest.raises(RltoolError, match="eval.blocking = false and engines.mode"):
-        check_evaluation(TrainConfig.model_validate(values), asks_engines=True)
+    with pytest.raises(ValueError, match="eval.blocking = false and engines.mode"):
+        TrainConfig.model_validate(values)
 
 
 @pytest.mark.parametrize(
@@ -184,11 +183,10 @@ def test_colocated_engines_cannot_evaluate_beside_training():
 )
 def test_engines_for_evaluation_alone_are_refused_where_they_cannot_be_used(changes, said):
     values = {"model": {"path": "m"}, "eval": {"engines": ["h:1"], "sets": {"a": "a.jsonl"}}, **changes}
-    config = TrainConfig.model_validate(values)
     if said is None:
-        check_evaluation(config, asks_engines=True)
-        with pytest.raises(RltoolError, match="would never be asked"):
-            check_evaluation(config, asks_engines=False)
+        TrainConfig.model_validate(values)
+        with pytest.raises(ValueError, match="would never be asked"):
+            TrainConfig.model_validate({**values, "algorithm": {"loss": "sft"}})
         return
-    with pytest.raises(RltoolError, match=said):
-        check_evaluation(config, asks_engines=True)
+    with pytest.raises(ValueError, match=said):
+        TrainConfig.model_validate(values)

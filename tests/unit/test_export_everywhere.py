@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 
 from rltool.config.parallel import ParallelLayout
 from rltool.megatron import gathering, hf_weights
+from rltool.megatron.export_plan import ExportPlan, drain, full_plan
 from rltool.megatron.runtime import Coordinates
 from rltool.models.base import EMBEDDING
 from rltool.models.registry import family_for
-from rltool.weights.stream import drain
+from tests.export_plans import quantised
 from tests.unit.test_models_families import hf_config, random_hf_state
 
 SECONDS = 20.0
@@ -97,7 +98,7 @@ def local_parameters(family, state, at: Coordinates) -> dict[str, torch.Tensor]:
     found = {}
     for parameter in family.parameters:
         spread = parameter.expert is not None and parameter.expert * at.layout.ep // family.num_experts != at.ep_rank
-        if not spread and gathering.owner_stage(parameter, family, at.layout.pp) == at.pp_rank:
+        if not spread and gathering.owner_stage(parameter, family.num_layers, at.layout.pp) == at.pp_rank:
             merged = parameter.merge([state[name] for name, _ in parameter.hf])
             found[parameter.name] = parameter.shard(merged, at.tp_rank, at.layout.tp).clone()
     return found
@@ -133,9 +134,10 @@ class Exported:
 
 def exported(
     monkeypatch, family, layout: ParallelLayout, *, everywhere: bool, bound: int = gathering.GATHER_BYTES,
-    drained: bool = False,
+    drained: bool = False, plan: ExportPlan | None = None,
 ) -> Exported:  # fmt: skip
-    ranks, state = Ranks(layout), random_hf_state(family)
+    """plan: None for the full one."""
+    ranks, state, plan = Ranks(layout), random_hf_state(family), plan or full_plan(family, torch.float32)
     monkeypatch.setattr(gathering, "dist", ranks)
     monkeypatch.setattr(hf_weights, "global_names", lambda model: model)
 
@@ -151,20 +153,14 @@ def exported(
         found = {}
         if drained:
             with Allocations() as allocations:
-                drain(
-                    hf_weights.export_weights(
-                        model, family, torch.float32, runtime, everywhere=everywhere, bound=bound
-                    )
-                )
+                drain(hf_weights.export_weights(model, plan, runtime, everywhere=everywhere, bound=bound))
             return found, allocations.most
         with Allocations() as allocations:
-            for meta, tensor in hf_weights.export_weights(
-                model, family, torch.float32, runtime, everywhere=everywhere, bound=bound
-            ):
+            for meta, tensor in hf_weights.export_weights(model, plan, runtime, everywhere=everywhere, bound=bound):
                 with _disable_current_modes():
                     found[meta.name] = None if tensor is None else tensor.clone()
                 del tensor
-        assert list(found) == [meta.name for meta in hf_weights.weight_metadata(family, torch.float32)]
+        assert list(found) == [meta.name for meta in plan.tensors]
         assert all(torch.equal(own[name], tensor) for name, tensor in before.items()), "the parameters are as they were"
         return found, allocations.most
 
@@ -202,12 +198,26 @@ def test_every_rank_gets_every_tensor_and_without_that_rank_0_alone(monkeypatch,
     assert all(tensor is None for tensors in others for tensor in tensors.values())
 
 
+@pytest.mark.parametrize(("kind", "layout", "broadcasts"), LAYOUTS)
+def test_what_another_plan_makes_of_the_parameters_is_made_after_the_gather(monkeypatch, kind, layout, broadcasts):
+    family = FAMILIES[kind]
+    plan, state = quantised(full_plan(family, torch.float32)), random_hf_state(family)
+    merged = plan.made(lambda parameter: parameter.merge([state[name] for name, _ in parameter.hf]))
+    expected = {meta.name: tensor for meta, tensor in merged}
+    assert len(expected) > len(state) and any(tensor.dtype == torch.uint8 for tensor in expected.values())
+    first, *others = exported(monkeypatch, family, layout, everywhere=False, plan=plan).tensors
+    assert all(tensor is None for tensors in others for tensor in tensors.values())
+    for tensors in (first, *exported(monkeypatch, family, layout, everywhere=True, plan=plan).tensors):
+        assert tensors.keys() == expected.keys()
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("bound", [1, 3000, gathering.GATHER_BYTES])
 @pytest.mark.parametrize(("kind", "layout", "broadcasts"), LAYOUTS)
 def test_a_rank_holds_what_it_says_and_no_more(monkeypatch, kind, layout, broadcasts, bound, everywhere):
     family = FAMILIES[kind]
-    most = gathering.gather_bytes(family, layout, 4, everywhere=everywhere, bound=bound)
+    most = gathering.gather_bytes(full_plan(family, torch.float32), layout, everywhere=everywhere, bound=bound)
     found = exported(monkeypatch, family, layout, everywhere=everywhere, bound=bound)
     assert max(found.held) == found.held[0] == most
     assert max(exported(monkeypatch, family, layout, everywhere=everywhere, bound=bound, drained=True).held) <= most
@@ -237,7 +247,8 @@ def test_where_nothing_is_gathered_tensors_are_the_parameters_themselves(monkeyp
     at = Ranks(layout).enter(0)
     own: Any = local_parameters(family, random_hf_state(family), at)
     runtime: Any = SimpleNamespace(coordinates=at, device=torch.device("cpu"), global_rank=layout.global_rank)
-    tensors = {m.name: t for m, t in hf_weights.export_weights(own, family, torch.float32, runtime) if t is not None}
+    plan = full_plan(family, torch.float32)
+    tensors = {m.name: t for m, t in hf_weights.export_weights(own, plan, runtime) if t is not None}
     assert tensors["model.embed_tokens.weight"].data_ptr() == own[EMBEDDING].data_ptr()
     gate_and_up = own["decoder.layers.1.mlp.linear_fc1.weight"]
     up = tensors["model.layers.1.mlp.up_proj.weight"]

@@ -9,6 +9,7 @@ import pytest
 
 from rltool.engines.fleet import TRANSITIONS, Fleet, FleetPolicy, IllegalTransition, State
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
+from tests import fleets
 from tests.clock import Clock
 
 RUN = "0123456789abcdef" * 2
@@ -33,14 +34,13 @@ class World:
 
     def added(self, *urls: str, takes_weights: bool = True) -> World:
         for url in urls:
-            self.fleet.add(url, takes_weights=takes_weights)
+            fleets.add(self.fleet, url, takes_weights=takes_weights)
             self.boots[url] = f"boot of {url}"
         return self
 
     def answers(self, url: str, *, version: str | None = None, boot_id: str | None = "") -> None:
-        self.fleet.probe_succeeded(
-            url, sent_at=self.later(), boot_id=self.boots[url] if boot_id == "" else boot_id, version=version
-        )
+        boot_id = self.boots[url] if boot_id == "" else boot_id
+        fleets.answers(self.fleet, url, sent_at=self.later(), boot_id=boot_id, version=version)
 
     def misses_probes(self, url: str, times: int) -> None:
         for _ in range(times):
@@ -486,17 +486,40 @@ def test_what_was_observed_before_the_last_transition_says_nothing():
     sent_at = world.later()
     world.later()
     world.synced(V1, A)
-    world.fleet.probe_succeeded(A, sent_at=sent_at, boot_id=world.boots[A], version=str(V0))
+    fleets.answers(world.fleet, A, sent_at=sent_at, boot_id=world.boots[A], version=str(V0))
     world.fleet.probe_failed(A, "late", sent_at=sent_at)
     world.fleet.request_failed(A, "late", sent_at=sent_at)
     assert world.state(A) is State.READY
     assert (world.fleet.member(A).probe_failures, world.fleet.member(A).incidents) == (0, 0)
 
 
+def test_a_probe_is_what_is_known_of_an_engine_unless_it_was_sent_before_the_last_transition():
+    world = World().serving(A)
+    engine, before = fleets.endpoint(A, plugin=True, role="decode"), world.fleet.member(A)
+    sent_at, found = world.later(), fleets.info_of(engine, boot_id=world.boots[A], version=str(V0), role="decode")
+    world.fleet.probe_succeeded(A, found, sent_at=sent_at)
+    known = world.fleet.member(A)
+    assert known.info == found and (known.endpoint.plugin, known.endpoint.role) == (True, "decode")
+    assert not before.endpoint.plugin, "who looked before keeps what it saw"
+    late = world.later()
+    world.later()
+    world.synced(V1, A)
+    world.fleet.probe_succeeded(A, replace(found, role="prefill"), sent_at=late)
+    assert world.fleet.member(A).info == found and world.fleet.member(A).endpoint.role == "decode"
+
+
+def test_members_are_found_by_url_and_by_state_and_a_stranger_is_none():
+    world = World().serving(A).added(B)
+    assert world.fleet.find(A) == world.fleet.member(A) and world.fleet.find(JUDGE) is None
+    assert [m.url for m in world.fleet.members(State.READY)] == [A]
+    assert [m.url for m in world.fleet.members(State.READY, State.STARTING)] == [A, B]
+    assert [m.url for m in world.fleet.members()] == [A, B]
+
+
 def test_facts_about_an_engine_that_was_removed_are_ignored():
     world = World().added(A)
     world.fleet.remove(A, "gone")
-    world.fleet.probe_succeeded(A, sent_at=world.later())
+    fleets.answers(world.fleet, A, sent_at=world.later())
     world.fleet.probe_failed(A, "late", sent_at=world.later())
     world.fleet.request_failed(A, "late", sent_at=world.later())
     world.fleet.request_succeeded(A, sent_at=world.later())
@@ -725,7 +748,7 @@ class Walk:
     def run(self, steps: int) -> None:
         for name in "abcd":
             self.truth[name] = Truth(takes_weights=name != "d", tells=name != "c")
-            self.world.fleet.add(name, takes_weights=name != "d")
+            fleets.add(self.world.fleet, name, takes_weights=name != "d")
         for _ in range(steps):
             self.step()
 
@@ -754,7 +777,7 @@ class Walk:
         told = {"boot_id": str(truth.boot), "version": str(truth.weights)} if truth.tells else {}
         if self.rng.random() < 0.5 and truth.tells:
             told["version"] = None
-        self.world.fleet.probe_succeeded(url, sent_at=self.world.clock.now, **told)
+        fleets.answers(self.world.fleet, url, sent_at=self.world.clock.now, **told)
         truth.probed_since_boot = True
 
     def break_down(self, url: str) -> None:
@@ -811,7 +834,10 @@ class Walk:
         snapshot, epoch = dict(fleet._members), fleet.membership_epoch
         arguments = (url, "walk") if name in ("drain", "remove", "update_failed", "process_exited") else (url,)
         try:
-            getattr(fleet, name)(*arguments)
+            if name == "add":
+                fleets.add(fleet, url)
+            else:
+                getattr(fleet, name)(*arguments)
         except IllegalTransition:
             assert (fleet._members, fleet.membership_epoch) == (snapshot, epoch)
             return
@@ -822,7 +848,7 @@ class Walk:
         if name == "remove" or (name == "drain" and rng.random() < 0.9):
             if name == "drain":
                 fleet.remove(url, "drained")
-            fleet.add(url, takes_weights=self.truth[url].takes_weights)
+            fleets.add(fleet, url, takes_weights=self.truth[url].takes_weights)
             self.reboot(url)
 
     # -- what must hold

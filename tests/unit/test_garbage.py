@@ -75,7 +75,7 @@ def test_syncs_and_what_the_ranks_send_are_such_blocks(monkeypatch):
     entered = []
     monkeypatch.setattr(gc, "disable", lambda: entered.append("paused"))
     with pytest.raises(AttributeError):
-        WeightSender.send(object(), [], [], "v", [])  # type: ignore[arg-type]
+        WeightSender.send(object(), [], "v", [])  # type: ignore[arg-type]
     with pytest.raises(AttributeError):
         asyncio.run(WeightSync.sync(object(), "v"))  # type: ignore[arg-type]
     assert entered == ["paused", "paused"]

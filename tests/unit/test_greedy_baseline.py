@@ -16,7 +16,7 @@ from rltool.rollout.model_clients import Models
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.scoring import Scorer
-from rltool.training.rollout_work import RolloutWork
+from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 
 PROMPT = Prompt(index=0, prompt_ids=(7, 8), text="a", label="b")
 
@@ -48,7 +48,7 @@ def finished(advantage, failing=()):
     config = TrainConfig(model={"path": "m"}, algorithm={"advantage": advantage})
     plane, scorer = Plane(), Scorer(Rewards(failing), lambda ids: " ".join(map(str, ids)))
     work = RolloutWork(
-        config, plane, scorer, SimpleNamespace(stop_ids=()), None, vocab_size=9, require_versions=False, models=Models()
+        config, Planes(plane), scorer, PolicyModel(SimpleNamespace(stop_ids=()), 9, False), None, models=Models()
     )
     group = Group(4, PROMPT, new_samples(4, PROMPT, count=2, run_seed=0))
 

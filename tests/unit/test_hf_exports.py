@@ -10,6 +10,7 @@ from rltool.checkpoints.hf_export import export_hf
 from rltool.errors import ExportFailed
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.hf_exports import HfExports
+from tests.ranks import plan_of
 
 
 class Trainer:
@@ -58,7 +59,7 @@ def test_ranks_that_cannot_write_say_so_after_the_gather_has_ended(tmp_path):
     gathered = []
     trainer = SimpleNamespace(
         export_weights=lambda: (gathered.append(i) or (None, None) for i in range(3)),
-        weight_metadata=list, model_path=tmp_path, coordinates=SimpleNamespace(rank=0),
+        export_plan=plan_of({}), model_path=tmp_path, coordinates=SimpleNamespace(rank=0),
         runtime=SimpleNamespace(on_rank_zero=lambda action, what: action()),
     )  # fmt: skip
     with pytest.raises(ExportFailed, match=r"Hugging Face export .*step_1 was not written: "):

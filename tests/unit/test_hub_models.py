@@ -31,6 +31,7 @@ def test_every_model_of_a_run_may_be_named(asked, tmp_path):
     (tmp_path / "runs").mkdir()
     sets = [
         "model.path=acme/policy@v2", "model.teacher_path=acme/teacher", "critic.path=runs/critic",
+        "algorithm.advantage=gae", "algorithm.distill_coef=0.1",
         "models={judge={path='acme/judge'}, other={external=['h:1']}}",
     ]  # fmt: skip
     config = with_local_models(load_config(TrainConfig, [], sets).config)

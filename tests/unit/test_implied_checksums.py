@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from rltool.engines.inspection import sglang_auto_dtype
 from rltool.engines.types import EngineInfo
-from rltool.models.base import Parameter
+from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for
-from rltool.weights.implied_checksums import implied_checksums, rules_of
-from rltool.weights.parameter_layout import ParameterLayout, layout_of, sglang_auto_dtype
+from rltool.weights.implied_checksums import implied_checksums
+from rltool.weights.parameter_layout import ParameterLayout, layout_of
+from tests.ranks import plan_of
 from tests.unit.test_models_families import hf_config, random_hf_state
 
 QKV = "model.layers.1.self_attn.qkv_proj"
@@ -28,7 +30,8 @@ def implied(ranks: int, architecture: str = "Qwen2ForCausalLM", **config):
     11."""
     family = family_for(hf_config(architecture, **config))
     state = random_hf_state(family)
-    return state, implied_checksums(rules_of(family), list(state), state.items(), ParameterLayout("float32", ranks))
+    plan = full_plan(family, torch.float32)
+    return state, implied_checksums(plan, state.items(), ParameterLayout("float32", ranks))
 
 
 def test_each_rank_holds_its_rows_of_a_column_parallel_matrix_and_its_columns_of_a_row_parallel_one():
@@ -76,22 +79,21 @@ def test_experts_are_passed_over_and_their_router_is_not():
 
 def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
     state, expected = implied(2)
-    rules, buffers = rules_of(family_for(hf_config())), {}
+    plan, buffers = full_plan(family_for(hf_config()), torch.float32), {}
 
     def stream():
         for name in reversed(state):
             tensor = state[name]
             yield name, buffers.setdefault(tensor.shape, torch.empty_like(tensor)).copy_(tensor)
 
-    assert implied_checksums(rules, list(state), stream(), ParameterLayout("float32", 2)) == expected
+    assert implied_checksums(plan, stream(), ParameterLayout("float32", 2)) == expected
 
 
 def test_bytes_are_those_of_the_engines_dtype_in_its_own_digest():
-    rules = {"norm": Parameter("norm", (("norm", (8,)),))}
     tensor = torch.randn(8)
     expected = hashlib.sha256(tensor.bfloat16().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     layout = ParameterLayout("bfloat16", 2, "sha256_64")
-    assert implied_checksums(rules, ["norm"], [("norm", tensor)], layout) == {"norm": (expected, expected)}
+    assert implied_checksums(plan_of({"norm": tensor}), [("norm", tensor)], layout) == {"norm": (expected, expected)}
 
 
 # -- which engines

@@ -22,6 +22,7 @@ from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transp
 from rltool.weights.transports import sglang_tensors
 from rltool.weights.transports.ipc import IpcSender, check_handles
 from tests.contract.fakes import ipc as fake_ipc
+from tests.ranks import plan_of
 
 BUCKETS = [(TensorMeta(name, "uint8", (size,)),) for name, size in (("a", 3), ("b", 5))]
 CPU = torch.device("cpu")
@@ -108,7 +109,7 @@ def test_an_abort_ends_whoever_waits(sender):
 def senders(tmp_path: Path) -> list[WeightSender]:
     return [
         WeightSender(
-            WeightsConfig(), device=CPU, deadline=PATIENCE, model_files=tmp_path, rank=rank, gpu=gpu, largest_bucket=5
+            WeightsConfig(), plan_of({}), device=CPU, deadline=PATIENCE, model_files=tmp_path, rank=rank, gpu=gpu
         )
         for rank, gpu in enumerate(("gpu-a", "gpu-b", "gpu-c"))
     ]
@@ -132,7 +133,7 @@ def test_every_rank_on_a_gpu_of_an_engine_sends_to_it_and_rank_0_to_the_others(m
     assert not any(rank.gathers_everywhere(["http://away"]) for rank in ranks)
     failed = ranks[1]._channels["http://shared"]
     failed.fail("CUDA error")
-    reports = [rank.send(iter(()), [], "v1", ["http://shared"]) for rank in ranks]
+    reports = [rank.send(iter(()), "v1", ["http://shared"]) for rank in ranks]
     assert [report.failures for report in reports] == [{}, {"http://shared": "CUDA error"}, {}]
     assert ranks[1].ready("http://shared", "v1", 0, NOW) == "CUDA error"
     assert ranks[0].ready("http://shared", "v1", 0, NOW) == NOT_CONNECTED

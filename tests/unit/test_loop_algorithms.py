@@ -87,17 +87,17 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
         ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
         (
-            ["algorithm.is_weights=sequence", "algorithm.is_cap=1.05"],
+            ["algorithm.is_weights=sequence", "algorithm.is_weights.cap=1.05"],
             ["policy"], ["train/is_weight_mean", "train/is_truncated_fraction"],
         ),
         (
-            ["algorithm.is_weights=token", "algorithm.is_normalize=true", "algorithm.is_veto=0.9"],
+            ["algorithm.is_weights=token", "algorithm.is_weights.normalize=true", "algorithm.is_veto=0.9"],
             ["policy"], ["train/is_weight_mean", "train/vetoed_fraction"],
         ),
         (["algorithm.distill_coef=0.2", "model.teacher_path=teacher"], ["policy", "teacher"], []),
         (["algorithm.advantage=opo", "algorithm.objective=reinforce"], [], []),
         (
-            ["algorithm.is_mask=sequence", "algorithm.is_mask_low=0.95", "algorithm.is_mask_high=1.05"],
+            ["algorithm.is_mask=sequence", "algorithm.is_mask.low=0.95", "algorithm.is_mask.high=1.05"],
             ["policy"], ["train/masked_fraction"],
         ),
     ],
@@ -133,7 +133,7 @@ def test_the_teachers_tokens_go_to_every_optimizer_step(more, asked):
     order = batch.tokens  # tokens of the example are numbered
     assert torch.equal(batch.teacher_topk_ids, TOPK_IDS[order])
     assert torch.equal(batch.teacher_topk_logprobs, -TOPK_IDS[order].float())
-    if config.algorithm.advantage == "none":
+    if config.algorithm.advantage.kind == "none":
         assert not batch.advantages.any()
 
 
@@ -202,7 +202,7 @@ def test_tokens_are_ranked_over_the_whole_rollout_and_not_over_an_optimizer_step
 
 def test_dr_grpo_divides_by_the_longest_response_unless_told_otherwise():
     for sets, length in (([], RESPONSE), (["algorithm.loss_length=11"], 11)):
-        trainer, _, _ = train("algorithm.loss_reduction=constant", "algorithm.normalize_std=false", *sets)
+        trainer, _, _ = train("algorithm.loss_reduction=constant", "algorithm.advantage.normalize_std=false", *sets)
         (batch,) = trainer.trained
         # loss_weights / loss tokens = 1 / (samples x length)
         torch.testing.assert_close(batch.loss_weights / batch.num_loss_tokens, batch.loss_mask / (7 * length))

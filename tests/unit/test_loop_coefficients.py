@@ -17,7 +17,7 @@ from rltool.training.loop import Progress
 from rltool.training.session import _load
 from tests.unit.test_loop import Run, World
 
-BOTH = {"kl_coef": 0.1, "kl_target": 0.05, "entropy_target": 0.2, "entropy_coef_step": 0.01}
+BOTH = {"kl_coef": 0.1, "kl_target": 0.05, "entropy_target": 0.2}
 
 
 class Measuring(World):
@@ -39,7 +39,7 @@ def test_each_step_trains_with_what_the_step_before_it_measured(tmp_path):
     made, world = run(tmp_path, 3, **BOTH)
     for step, batch in enumerate(world.batches):
         assert batch.kl_coefs.tolist() == pytest.approx([0.1 * 1.02**step] * batch.num_samples)
-        assert batch.entropy_coefs.tolist() == pytest.approx([0.01 * step] * batch.num_samples)
+        assert batch.entropy_coefs.tolist() == pytest.approx([0.005 * step] * batch.num_samples)
     recorded = [record["train/kl_coef"] for record in made.records() if "train/kl_coef" in record]
     assert recorded == pytest.approx([0.1, 0.102, 0.10404])
 
@@ -50,7 +50,7 @@ def test_a_resumed_run_goes_on_with_the_weights_that_it_had(tmp_path):
     (tmp_path / "first").mkdir()
     half, _ = run(tmp_path / "first", 2, **BOTH)
     kept = half.loop.progress.coefficients
-    assert kept == Coefficients(pytest.approx(0.10404), pytest.approx(0.02), pytest.approx(0.02))
+    assert kept == Coefficients(pytest.approx(0.10404), pytest.approx(0.01), pytest.approx(0.01))
     (tmp_path / "second").mkdir()
     _, rest = run(tmp_path / "second", 4, Progress(2, saved=True, coefficients=kept), **BOTH)
     for found, expected in zip(rest.batches, whole.batches[2:], strict=True):

@@ -41,7 +41,8 @@ SECRET = "hunter2"
         {"a": [{"b": {"auth_token": SECRET}}]}, ["server", "--api-key", SECRET, "--port", "1"],
         ["server", f"--token={SECRET}"], ["env", f"API_KEY={SECRET}", "server"], {"url": f"https://me:{SECRET}@host/x"},
         [f"postgres://{SECRET}@host"], {"password": 5}, {"secret": [SECRET]},
-        {"env": [f"A={SECRET}"]}, {"headers": f"X-Own: {SECRET}"},
+        {"env": [f"A={SECRET}"]}, {"headers": f"X-Own: {SECRET}"}, {"GH_TOKEN": SECRET}, {"openai_key": SECRET},
+        {"url": f"postgres://me:a@{SECRET}@host/x"}, {"url": f"https://host/x?a=1&api_key={SECRET}"},
     ],
 )  # fmt: skip
 def test_what_is_a_secret_is_masked(value):
@@ -136,6 +137,8 @@ def test_errors_about_settings_do_not_quote_secrets(tmp_path, capsys):
     for sets in (
         [f"rollout.environment_arguments=[{{api_key='{SECRET}'}}]"],
         [f"reward.options=['--token','{SECRET}']"],
+        [f'reward.options={{api_key="{SECRET}"'],  # lacks its brace
+        [f"reward.options=--hf-token {SECRET}"],
     ):
         with pytest.raises(ConfigError) as error:
             load_config(TrainConfig, [], ["model.path=/m", *sets])
@@ -184,6 +187,6 @@ def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
         "config/base.py",  # shown(), which masks
         "gateway/launch.py", "agents/gateway_process.py",  # settings of a gateway, which has no table for secrets
         "agents/verifiers_env.py", "rollout/eval_set.py",  # rows, and what an evaluation set lays over a run
-        "engines/run_client.py", "engines/endpoints.py",  # addresses, with paths of key files
+        "engines/run_client.py", "engines/endpoints.py", "gateway/fleet.py",  # addresses, with paths of key files
         "engines/plugin/arrays.py", "processes/state.py", "commands/doctor.py", "commands/status.py",  # no settings
     }  # fmt: skip

@@ -56,7 +56,7 @@ def decoupled(tmp_path, *sets: str) -> AlgorithmConfig:
 
 @pytest.mark.parametrize("clip", [0.2, 0.05])
 def test_decoupled_ppo_equals_equation_5_in_value_and_gradient(tmp_path, clip):
-    algorithm = decoupled(tmp_path, f"algorithm.clip_low={clip}", f"algorithm.clip_high={clip}")
+    algorithm = decoupled(tmp_path, f"algorithm.objective.clip_low={clip}", f"algorithm.objective.clip_high={clip}")
     batch = with_old_logprobs(stale_batch(), algorithm, example_batch().old_logprobs)
     batch, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
     batch, metrics = with_corrections(batch, algorithm)
@@ -76,25 +76,24 @@ def test_decoupled_ppo_equals_equation_5_in_value_and_gradient(tmp_path, clip):
     # The clip is around the proximal policy: the behaviour policy as the old one has another gradient.
     other = with_old_logprobs(batch, AlgorithmConfig(old_logprobs="rollout"), None).replace(is_weights=None)
     coupled = logprobs.detach().requires_grad_()
-    value, _ = micro_batch_loss(
-        other, rows, coupled[rows], torch.zeros(len(rows)), AlgorithmConfig(clip_low=clip, clip_high=clip)
-    )
+    clipped = AlgorithmConfig(objective={"clip_low": clip, "clip_high": clip})
+    value, _ = micro_batch_loss(other, rows, coupled[rows], torch.zeros(len(rows)), clipped)
     (value / batch.num_loss_tokens).backward()
     assert (coupled.grad - logprobs.grad).abs().max() > 1e-2
 
 
 def test_an_infinite_cap_survives_json():
-    algorithm = AlgorithmConfig(is_weights="token", is_cap=math.inf)
-    assert algorithm.model_dump(mode="json")["is_cap"] == "inf"
+    algorithm = AlgorithmConfig(is_weights={"kind": "token", "cap": math.inf})
+    assert algorithm.model_dump(mode="json")["is_weights"]["cap"] == "inf"
     assert AlgorithmConfig(**algorithm.model_dump(mode="json")) == algorithm
     assert AlgorithmConfig.model_validate_json(algorithm.model_dump_json()) == algorithm
-    assert AlgorithmConfig().model_dump(mode="json")["is_cap"] == 2.0
-    unclipped = AlgorithmConfig(clip_low=1.0, clip_high=math.inf, reward_clip=(-1.0, 1.0))
+    assert AlgorithmConfig(is_weights="token").model_dump(mode="json")["is_weights"]["cap"] == 2.0
+    unclipped = AlgorithmConfig(objective={"clip_low": 1.0, "clip_high": math.inf}, reward_clip=(-1.0, 1.0))
     assert AlgorithmConfig(**unclipped.model_dump(mode="json")) == unclipped
 
 
 def test_the_policy_loss_of_a_current_token_is_corrected_by_little_and_of_a_stale_one_by_much():
-    batch, _ = with_corrections(stale_batch(), AlgorithmConfig(is_weights="token", is_cap=math.inf))
+    batch, _ = with_corrections(stale_batch(), AlgorithmConfig(is_weights={"kind": "token", "cap": math.inf}))
     off = (batch.is_weights - 1).abs()
     age = 2 - batch.token_versions
     assert off[(age == 0) & (batch.loss_mask > 0)].max() < 0.1 < off[(age == 2) & (batch.loss_mask > 0)].max()
@@ -103,7 +102,7 @@ def test_the_policy_loss_of_a_current_token_is_corrected_by_little_and_of_a_stal
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_a_masked_stale_token_has_no_part_in_its_samples_ratio(level):
     """Its sample is weighed by the tokens that are trained on."""
-    algorithm = AlgorithmConfig(is_weights=level, is_cap=math.inf)
+    algorithm = AlgorithmConfig(is_weights={"kind": level, "cap": math.inf})
     masked, _ = mask_older_than(stale_batch(), 2, 1)
     before, _ = with_corrections(masked, algorithm)
     wild = masked.rollout_logprobs - 5.0 * (masked.sampled - masked.loss_mask)
@@ -151,7 +150,7 @@ def test_a_sample_without_a_loss_counts_in_its_groups_baseline_as_before(setting
 
 def test_a_masked_token_gets_no_gradient_and_its_numbers_reach_no_other():
     algorithm = AlgorithmConfig(
-        kl_coef=0.1, entropy_coef=0.1, is_weights="token", is_cap=math.inf, loss_reduction="sample"
+        kl_coef=0.1, entropy_coef=0.1, is_weights={"kind": "token", "cap": math.inf}, loss_reduction="sample"
     )
     gradients = []
     for wild in (0.0, 7.0):
@@ -184,7 +183,7 @@ ENGINES = "algorithm.old_logprobs=rollout"
         (["epochs_per_rollout=2"], True),
         (["algorithm.is_weights=token", "algorithm.is_mask=token"], False),
         (["algorithm.is_weights=token", SEVERAL], True),
-        (["algorithm.is_weights=token", "algorithm.is_normalize=true"], True),
+        (["algorithm.is_weights=token", "algorithm.is_weights.normalize=true"], True),
         (["algorithm.is_weights=token", "algorithm.is_veto=1e-4"], True),
         (["algorithm.is_weights=sequence"], True),
         (["algorithm.is_mask=geometric"], True),

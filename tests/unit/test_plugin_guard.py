@@ -197,6 +197,21 @@ def test_a_generate_that_is_no_request_is_a_400(body):
     assert app.calls == []
 
 
+def test_a_client_that_leaves_before_its_request_is_complete_is_given_no_answer():
+    app, sent = App(), []
+    messages = iter([{"type": "http.request", "body": b'{"inp', "more_body": True}, {"type": "http.disconnect"}])
+    scope = {"type": "http", "method": "POST", "path": "/generate", "headers": [(b"authorization", KEY.encode())]}
+
+    async def receive():
+        return next(messages)
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(ServerMiddleware(app, key="secret")(scope | {"app": app}, receive, send))
+    assert sent == [] and app.calls == []
+
+
 def test_what_vllm_keeps_of_aborted_requests_is_dropped_and_no_more():
     app = App()
     running = SimpleNamespace(child_requests={"0_b", "1_b"})

@@ -14,6 +14,7 @@ from rltool.algorithms.contracts import example_batch, example_tokens
 from rltool.algorithms.objective import policy_objective
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import variants
 from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
 from rltool.megatron.loss import loss_rows, metric_names, micro_batch_loss
@@ -87,76 +88,73 @@ def loss_and_gradients(
 
 
 OFF_POLICY = [
-    {"mask_tokens_older_than": 1, "old_logprobs": "rollout", "ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
-    {"mask_tokens_older_than": 1, "is_weights": "token", "is_cap": 1.02},
+    {
+        "mask_tokens_older_than": 1, "old_logprobs": "rollout",
+        "objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
+    },
+    {"mask_tokens_older_than": 1, "is_weights": {"kind": "token", "cap": 1.02}},
     {
         "mask_tokens_older_than": 1,
-        "is_weights": "token",
-        "is_cap": 1.1,
-        "is_mask": "token",
-        "is_mask_low": 0.9,
-        "is_mask_high": 1.1,
+        "is_weights": {"kind": "token", "cap": 1.1},
+        "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
-    {"mask_tokens_older_than": 1, "is_mask": "sequence", "is_mask_low": 0.9, "is_mask_high": 1.1},
-    {"mask_tokens_older_than": 0, "is_mask": "geometric", "is_mask_low": 0.9, "is_mask_high": 1.05, "kl_coef": 0.3},
+    {"mask_tokens_older_than": 1, "is_mask": {"kind": "sequence", "low": 0.9, "high": 1.1}},
+    {"mask_tokens_older_than": 0, "is_mask": {"kind": "geometric", "low": 0.9, "high": 1.05}, "kl_coef": 0.3},
     {"mask_tokens_older_than": 1, "overlong_buffer": 3},
     {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {
         "mask_tokens_older_than": 1,
-        "advantage": "reinforce_pp",
-        "gamma": 0.9,
+        "advantage": {"kind": "reinforce_pp", "gamma": 0.9},
         "kl_coef": 0.2,
         "kl_in": "reward",
         "kl_estimator": "k1",
     },
-    {"mask_tokens_older_than": 1, "advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8},
+    {"mask_tokens_older_than": 1, "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}},
 ]
 """Tokens of mixed versions, the oldest of which are masked."""
 LOSSES = [
     {},
-    {"clip_low": 0.05, "clip_high": 0.1},
-    {"dual_clip": 1.1},
-    {"objective": "cispo", "clip_low": 1.0, "clip_high": 0.1},
-    {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
-    {"ratio": "sequence", "objective": "cispo"},
+    {"objective": {"clip_low": 0.05, "clip_high": 0.1}},
+    {"objective": {"dual_clip": 1.1}},
+    {"objective": {"kind": "cispo", "clip_low": 1.0, "clip_high": 0.1}},
+    {"objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08}},
+    {"objective": {"kind": "cispo", "ratio": "sequence"}},
     {"entropy_coef": 0.1},
     {"kl_coef": 0.3},
     {"kl_coef": 0.3, "kl_estimator": "k2"},
     *({"kl_coef": 0.3, "kl_estimator": k, "kl_unbiased": True} for k in ("k1", "k2", "k3")),
     {
         "advantage": "distill",
-        "is_weights": "sequence",
-        "is_cap": 1.2,
-        "is_mask": "geometric",
-        "is_mask_low": 0.95,
-        "is_mask_high": 1.05,
+        "is_weights": {"kind": "sequence", "cap": 1.2},
+        "is_mask": {"kind": "geometric", "low": 0.95, "high": 1.05},
     },
     {
         "advantage": "reinforce_pp",
         "kl_coef": 0.2,
         "kl_in": "reward",
         "kl_estimator": "k1",
-        "is_mask": "token",
-        "is_mask_low": 0.9,
-        "is_mask_high": 1.1,
+        "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
-    {"advantage": "gae", "gamma": 0.9, "gae_lambda": 0.8, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {
+        "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}, "kl_coef": 0.2, "kl_in": "reward",
+        "kl_estimator": "k1",
+    },
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
-    {"is_weights": "token", "is_cap": math.inf},
-    {"is_weights": "sequence", "is_cap": 1.2, "is_floor": 0.95, "is_normalize": True},
-    {"is_weights": "token", "is_normalize": True, "is_veto": 0.9},
+    {"is_weights": {"kind": "token", "cap": math.inf}},
+    {"is_weights": {"kind": "sequence", "cap": 1.2, "floor": 0.95, "normalize": True}},
+    {"is_weights": {"kind": "token", "normalize": True}, "is_veto": 0.9},
     {"objective": "sapo"},
-    {"objective": "sapo", "advantage": "distill", "sapo_temperature_pos": 2.0, "sapo_temperature_neg": 5.0},
-    {"objective": "gmpo", "clip_low": 0.05, "clip_high": 0.1},
-    {"objective": "gmpo", "clip_low": 1.0, "clip_high": math.inf},
+    {"objective": {"kind": "sapo", "temperature_pos": 2.0, "temperature_neg": 5.0}, "advantage": "distill"},
+    {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
+    {"objective": {"kind": "gmpo", "clip_low": 1.0, "clip_high": math.inf}},
     {"objective": "reinforce", "advantage": "gpg"},
     {"advantage": "gdpo"},
     {"objective": "reinforce", "advantage": "remax", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
-    {"clip_low": 1.0, "clip_high": math.inf},
+    {"objective": {"clip_low": 1.0, "clip_high": math.inf}},
     {"off_policy_mask_threshold": 0.02},
-    {"normalize_std_over": "batch", "reward_clip": (-0.5, 0.6)},
+    {"advantage": {"normalize_std_over": "batch"}, "reward_clip": (-0.5, 0.6)},
     {"advantage": "reinforce_pp_baseline", "distill_coef": 0.3, "whiten_advantages": True},
     {"old_logprobs": "rollout", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     *OFF_POLICY,
@@ -200,22 +198,12 @@ def test_loss_and_gradient_equal_plain_loops_whatever_the_split(settings, reduct
 EFFECTS: dict[str, tuple[dict, dict]] = {
     "loss": ({}, {"loss": "sft"}),
     "advantage": ({}, {"advantage": "rloo"}),
-    "normalize_std": ({}, {"normalize_std": False}),
     "whiten_advantages": ({}, {"whiten_advantages": True}),
-    "gamma": ({"advantage": "reinforce_pp"}, {"gamma": 0.9}),
-    "overlong_buffer": ({"normalize_std": False}, {"overlong_buffer": 3}),
-    "overlong_penalty": ({"normalize_std": False, "overlong_buffer": 3}, {"overlong_penalty": 0.5}),
-    "normalize_std_over": ({}, {"normalize_std_over": "batch"}),
-    "reward_clip": ({"normalize_std": False}, {"reward_clip": (-0.5, 0.6)}),
+    "overlong_buffer": ({"advantage": {"normalize_std": False}}, {"overlong_buffer": 3}),
+    "overlong_penalty": ({"advantage": {"normalize_std": False}, "overlong_buffer": 3}, {"overlong_penalty": 0.5}),
+    "reward_clip": ({"advantage": {"normalize_std": False}}, {"reward_clip": (-0.5, 0.6)}),
     "distill_coef": ({}, {"distill_coef": 0.3}),
-    "gae_lambda": ({"advantage": "gae"}, {"advantage": "gae", "gae_lambda": 0.5}),
     "objective": ({}, {"objective": "cispo"}),
-    "ratio": ({}, {"ratio": "sequence"}),
-    "clip_low": ({}, {"clip_low": 0.01}),
-    "clip_high": ({}, {"clip_high": 0.01}),
-    "dual_clip": ({}, {"dual_clip": 1.01}),
-    "sapo_temperature_pos": ({"objective": "sapo"}, {"sapo_temperature_pos": 3.0}),
-    "sapo_temperature_neg": ({"objective": "sapo"}, {"sapo_temperature_neg": 3.0}),
     "off_policy_mask_threshold": ({}, {"off_policy_mask_threshold": 0.02}),
     "entropy_coef": ({}, {"entropy_coef": 0.01}),
     "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}),
@@ -233,17 +221,12 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "old_logprobs": ({}, {"old_logprobs": "rollout"}),
     "mask_tokens_older_than": ({}, {"mask_tokens_older_than": 1}),
     "is_weights": ({}, {"is_weights": "token"}),
-    "is_cap": ({"is_weights": "token"}, {"is_cap": 1.01}),
-    "is_floor": ({"is_weights": "token"}, {"is_floor": 0.99}),
-    "is_normalize": ({"is_weights": "token"}, {"is_normalize": True}),
     "is_veto": ({}, {"is_veto": 0.95}),
-    "is_mask": ({"is_mask_low": 0.95, "is_mask_high": 1.05}, {"is_mask": "token"}),
-    "is_mask_low": ({"is_mask": "token"}, {"is_mask_low": 0.95}),
-    "is_mask_high": ({"is_mask": "token"}, {"is_mask_high": 1.02}),
+    "is_mask": ({}, {"is_mask": {"kind": "token", "low": 0.95, "high": 1.05}}),
 }
 OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/test_critic_loop.py and tests/e2e/test_critic.py."""
-OF_THE_NEXT_STEP = {"kl_target", "kl_gain", "entropy_target", "entropy_coef_step", "reference_update_steps"}
+OF_THE_NEXT_STEP = {"kl_target", "entropy_target", "reference_update_steps"}
 """Change what the next step uses: tests/unit/test_controllers.py, tests/unit/test_loop_coefficients.py."""
 OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
 """Change the gradient by way of other tokens than those sampled: tests/unit/test_topk_kl.py."""
@@ -253,15 +236,38 @@ OF_MIXTURES = {"routing_replay"}
 """Changes which experts compute: tests/e2e/test_routing_replay.py."""
 
 
+EFFECTS_IN_TABLES = {
+    "ratio": ({}, {"objective": {"ratio": "sequence"}}),
+    "clip_low": ({}, {"objective": {"clip_low": 0.01}}),
+    "clip_high": ({}, {"objective": {"clip_high": 0.01}}),
+    "dual_clip": ({}, {"objective": {"dual_clip": 1.01}}),
+    "temperature_pos": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_pos": 3.0}}),
+    "temperature_neg": ({"objective": "sapo"}, {"objective": {"kind": "sapo", "temperature_neg": 3.0}}),
+    "normalize_std": ({}, {"advantage": {"normalize_std": False}}),
+    "gamma": ({"advantage": "reinforce_pp"}, {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}}),
+    "normalize_std_over": ({}, {"advantage": {"normalize_std_over": "batch"}}),
+    "gae_lambda": ({"advantage": "gae"}, {"advantage": {"kind": "gae", "gae_lambda": 0.5}}),
+    "cap": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "cap": 1.01}}),
+    "floor": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "floor": 0.99}}),
+    "normalize": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "normalize": True}}),
+    "low": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "low": 0.95}}),
+    "high": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "high": 1.02}}),
+}
+"""The same of the tables in it that have a kind."""
+
+
 def test_every_setting_has_its_case_below():
-    elsewhere = OF_THE_CRITIC | OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_SEVERAL_TURNS | OF_MIXTURES
+    elsewhere = OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
+    tables = [kind for name in AlgorithmConfig.model_fields for kind in variants(AlgorithmConfig, name).values()]
+    in_tables = {name for kind in tables for name in kind.model_fields} - {"kind", "function", "options"}
+    assert in_tables == set(EFFECTS_IN_TABLES) | OF_THE_CRITIC | OF_SEVERAL_TURNS
 
 
-@pytest.mark.parametrize("name", EFFECTS)
+@pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_IN_TABLES])
 def test_every_setting_changes_the_gradient(name):
-    base, change = EFFECTS[name]
-    assert name in change
+    base, change = (EFFECTS | EFFECTS_IN_TABLES)[name]
+    assert name in change or any(name in table for table in change.values())
     before, after = (loss_and_gradients(AlgorithmConfig(**settings)) for settings in (base, {**base, **change}))
     differs = (before[1] - after[1]).abs().max() + (before[2] - after[2]).abs().max()
     assert differs > 1e-4
@@ -294,10 +300,10 @@ def test_on_policy_the_old_logprobs_are_the_new_ones():
 @pytest.mark.parametrize(
     "settings",
     [
-        {"is_weights": "token", "is_cap": 1.01},
-        {"is_weights": "token", "is_cap": math.inf, "is_floor": 0.5},
-        {"is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
-        {"is_weights": "token", "is_mask": "token", "is_mask_low": 0.9, "is_mask_high": 1.05},
+        {"is_weights": {"kind": "token", "cap": 1.01}},
+        {"is_weights": {"kind": "token", "cap": math.inf, "floor": 0.5}},
+        {"is_mask": {"kind": "token", "low": 0.9, "high": 1.05}},
+        {"is_weights": "token", "is_mask": {"kind": "token", "low": 0.9, "high": 1.05}},
     ],
     ids=str,
 )
@@ -377,7 +383,6 @@ def test_an_own_advantage_per_token_is_cut_to_the_loss_tokens():
 )
 def test_every_preset_trains(file):
     from rltool.config.loader import load_config
-    from rltool.training.validate_algorithm import check_algorithm
 
     more = {
         "distill": "model.teacher_path=teacher",
@@ -386,9 +391,8 @@ def test_every_preset_trains(file):
         "clip_cov": "algorithm.clip_cov_low=-9.0",  # the example's advantages are too small for the paper's range
     }
     config = load_config(TrainConfig, [file], ["model.path=model", more.get(file.stem, "seed=0")]).config
-    check_algorithm(config)
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()
-    if config.algorithm.advantage == "none":
+    if config.algorithm.advantage.kind == "none":
         return  # its loss is of the teacher's tokens alone: tests/unit/test_topk_kl.py
     assert (
         loss_and_gradients(

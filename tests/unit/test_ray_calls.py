@@ -14,7 +14,9 @@ from rltool.megatron.runtime import OtherRankFailed
 from rltool.training import ray_calls
 from rltool.training.rank_handles import RankHandles
 from rltool.training.ray_calls import DeadlinePassed, cause, get_all
+from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.transport import Receiver, Rendezvous
+from tests.ranks import plan_of
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:3: Connection reset by peer"
 
@@ -178,18 +180,21 @@ def test_a_deadline_names_itself_and_who_is_late(ends):
     assert isinstance(late.value, RunFault)
 
 
+LAYOUT = ParameterLayout("float32")
+
+
 def handles(*outcomes):
-    """RankHandles over ranks whose weight_metadata is an awaitable made from each outcome."""
+    """RankHandles over ranks whose weight_checksums is an awaitable made from each outcome."""
 
     class Rank:
         def __init__(self, outcome):
-            self.weight_metadata = self
+            self.weight_checksums = self
             self._outcome = outcome
 
-        def remote(self):
+        def remote(self, layout):
             return self._outcome
 
-    return RankHandles([Rank(outcome) for outcome in outcomes], [], None)
+    return RankHandles([Rank(outcome) for outcome in outcomes], [], None, plan_of({}))
 
 
 async def fails(error):
@@ -207,7 +212,7 @@ async def gives(value):
 def test_the_rollout_manager_learns_of_a_rank_that_died_while_another_hangs():
     async def story():
         with pytest.raises(PartLost, match="trainer rank 1 died"):
-            await handles(hangs(), fails(ActorDiedError())).weight_metadata()
+            await handles(hangs(), fails(ActorDiedError())).weight_checksums(LAYOUT)
 
     asyncio.run(asyncio.wait_for(story(), 30))
 
@@ -217,7 +222,7 @@ def test_after_a_crash_the_rollout_manager_does_not_wait_for_a_rank_that_hangs(m
 
     async def story():
         with pytest.raises(PartLost, match="trainer rank 0 hangs"):
-            await handles(hangs(), fails(raised(RuntimeError(GLOO)))).weight_metadata()
+            await handles(hangs(), fails(raised(RuntimeError(GLOO)))).weight_checksums(LAYOUT)
 
     asyncio.run(asyncio.wait_for(story(), 30))
 
@@ -232,8 +237,8 @@ def test_the_rollout_manager_waits_for_all_ranks_and_raises_our_own_errors_as_th
 
     async def story():
         with pytest.raises(UsageError, match="of rank 1"):
-            await handles(fails(raised(OtherRankFailed("see rank 1"))), late()).weight_metadata()
-        assert await handles(gives("first"), gives("second")).weight_metadata() == "first"
+            await handles(fails(raised(OtherRankFailed("see rank 1"))), late()).weight_checksums(LAYOUT)
+        assert await handles(gives("first"), gives("second")).weight_checksums(LAYOUT) == "first"
 
     asyncio.run(asyncio.wait_for(story(), 30))
     assert ended == [1]
@@ -262,12 +267,13 @@ def test_only_the_ranks_that_send_to_an_engine_are_asked_for_its_next_bucket():
 
     async def story():
         engine = Receiver("http://e", "vllm", "ipc", 2, ("a", "b"))
-        ranks = RankHandles([Rank(0, {}), Rank(1, {"a": "A", "b": ""}), Rank(2, {"a": "", "b": "B"})], [], None)
+        found = [Rank(0, {}), Rank(1, {"a": "A", "b": ""}), Rank(2, {"a": "", "b": "B"})]
+        ranks = RankHandles(found, [], None, plan_of({}))
         meeting = await ranks.host([engine], "g", Path("/"))
         assert meeting["http://e"].handles == {"a": "A", "b": "B"}
         await ranks.ready("http://e", "v", 0, 1.0)
         assert sorted(asked) == [1, 2]
-        ranks = RankHandles([Rank(0, {"a": "A", "b": "B"}, reason="CUDA error")], [], None)
+        ranks = RankHandles([Rank(0, {"a": "A", "b": "B"}, reason="CUDA error")], [], None, plan_of({}))
         await ranks.host([engine], "g", Path("/"))
         with pytest.raises(EngineError, match="CUDA error"):
             await ranks.ready("http://e", "v", 0, 1.0)

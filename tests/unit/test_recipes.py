@@ -27,7 +27,7 @@ from rltool.training.managed import expected_plan
 from rltool.training.placement import plan_placement
 from rltool.training.prepare import Prepared
 from rltool.training.report import print_plan
-from rltool.training.validate import check_config, check_model, needs_engines
+from rltool.training.validate import check_config, check_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(
@@ -109,7 +109,7 @@ def loaded_recipe(recipe: str, hardware: str | None) -> Loaded[TrainConfig]:
     files = [ROOT / recipe, *([ROOT / f"recipes/hardware/{hardware}.toml"] if hardware else [])]
     loaded = load_config(TrainConfig, files, [])
     config = hub.with_local_models(loaded.config)
-    if needs_engines(config) and not config.engines.started_by_train:  # what --rollout-external names
+    if config.needs_engines and not config.engines.started_by_train:  # what --rollout-external names
         engines = config.engines.model_copy(update={"external": ("127.0.0.1:8000",)})
         config = config.model_copy(update={"engines": engines})
     return loaded._replace(config=config)
@@ -122,11 +122,11 @@ def test_a_recipe_passes_the_checks_and_its_plan_fits_the_hardware(recipe, hardw
     check_config(config)
     check_model(config)
     gpus = sum(len(host.gpus) for host in hosts)
-    plan = plan_placement(config, gpu=gpus > 0, generates=needs_engines(config), gpus_per_host=8)
+    plan = plan_placement(config, gpu=gpus > 0, generates=config.needs_engines, gpus_per_host=8)
     assert plan.total("GPU") <= gpus, plan.describe()
     run = RunDirectory(stubbed / "runs" / "recipe")
     expected = None
-    if needs_engines(config) and config.engines.started_by_train:
+    if config.needs_engines and config.engines.started_by_train:
         expected = expected_plan(config, plan, run, hosts or [Host("h0")])
     out = io.StringIO()
     prepared = Prepared(loaded, run, plan, plan.device, None, None, expected=expected)

@@ -215,7 +215,7 @@ def test_the_workers_end_with_their_parent():
         "import asyncio, os; from rltool.rollout.reward_pool import RewardPool\n"
         f"pool = RewardPool({HERE + 'plain'!r}, workers=2, timeout=9)\n"
         "asyncio.run(pool.ready())\n"
-        "print(*[worker._process.pid for worker in pool._workers], flush=True)\n"
+        "print(*[worker.process.pid for worker in pool._workers.workers], flush=True)\n"
         "os.kill(os.getpid(), 9)"
     )
     parent = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=60)

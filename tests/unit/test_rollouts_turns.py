@@ -18,7 +18,7 @@ from rltool.rollout.evaluation import Evaluated
 from rltool.terminal import Console
 from rltool.training import rollouts
 from rltool.training.rollout_batch import Rollout
-from rltool.training.rollouts import Rollouts
+from rltool.training.rollouts import RolloutFiles, Rollouts
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync_report import SyncReport
 
@@ -65,8 +65,10 @@ def driver(tmp_path, mode: str, *, dump_dir=None, **sections) -> Rollouts:
     config = TrainConfig(model={"path": "m"}, engines={"mode": mode, "groups": ({},)}, **sections)
     return Rollouts(
         config, SimpleNamespace(endpoints=(), router=None), SimpleNamespace(lineage=Lineage("a" * 32, 0)),
-        vocab_size=8, dump_dir=dump_dir, evals_dir=tmp_path / "evals", log_file=None,
-        endpoints_file=tmp_path / "endpoints.json", gateway=GatewayPlace(tmp_path, tmp_path / "key", tmp_path / "log"),
+        RolloutFiles(
+            dump_dir, tmp_path / "evals", None, tmp_path / "endpoints.json",
+            GatewayPlace(tmp_path, tmp_path / "key", tmp_path / "log"),
+        ),
         console=Console(file=io.StringIO()), stop=StopSignal(),
     )  # fmt: skip
 
@@ -120,7 +122,7 @@ def test_an_evaluation_is_asked_for_its_metrics_only_when_it_has_ended_or_is_wai
 
 
 def test_engines_for_evaluation_alone_get_the_weights_before_it_starts(manager, tmp_path):
-    it = driver(tmp_path, "managed", eval={"engines": ["h:1"]})
+    it = driver(tmp_path, "managed", eval={"engines": ["h:1"], "sets": {"a": "a.jsonl"}})
     it.sync_weights(2)
     it.start_evaluation(2)
     assert manager.calls == ["sync_weights 2", "hold_evaluation_engines 2"]

@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
 
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.engine_set import EngineSet
 from rltool.engines.fleet import Fleet, State, Transition
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineUnreachable, TrainingStopped
 from rltool.rollout import router_members
 from rltool.rollout.router_members import RouterMembers, engine_of, foreign_workers
 from rltool.router.workers import Worker
+from tests import fleets
 
 A, B, STRANGER = "http://10.0.0.1:8101", "http://10.0.0.2:8101", "http://10.9.9.9:8101"
 V1 = WeightVersion("a" * 32, 0, 1)
@@ -70,13 +73,10 @@ class Rig:
         self.lines: list[str] = []
         self.fleet = Fleet(clock=lambda: self.now)
         for url in (A, B):
-            self.fleet.add(url)
-            self.fleet.probe_succeeded(url, sent_at=self.now, boot_id="boot")
+            fleets.add_probed(self.fleet, url, boot_id="boot")
         self.fleet.take_transitions()  # as at the start of a run: the engines of the beginning are no news
-        endpoints = {url: EngineEndpoint(url=url, dialect="vllm") for url in (A, B)}
-        self.members = RouterMembers(
-            router, self.fleet, endpoints, log=self.lines.append, clock=lambda: self.now, **options
-        )
+        client: Any = None  # the router is asked, no engine
+        self.members = RouterMembers(router, EngineSet(self.fleet, client, self.lines.append), **options)
 
     def synced(self, *urls: str) -> Rig:
         for url in urls:

@@ -9,6 +9,7 @@ import torch
 
 from rltool.algorithms.mismatch import off_policy_metrics
 from rltool.engines.dialects import dialect
+from rltool.engines.fleet import Fleet
 from rltool.engines.types import Completion, Drafts, EngineCounters, Tally, VersionSpan
 from rltool.errors import EngineError
 from rltool.rollout.engine_rates import EngineRates, rates
@@ -25,6 +26,7 @@ from rltool.rollout.sample_metrics import (
     work_metrics,
 )
 from rltool.training.step_metrics import step_speed
+from tests import fleets
 
 
 def sample(group, reward, length=2, mask=None, **metadata):
@@ -204,12 +206,14 @@ def test_rates_are_of_what_was_counted_since_the_last_question():
 def test_an_engine_that_does_not_answer_is_left_out():
     class Client:
         async def counters(self, endpoint, *, timeout):
-            if endpoint == "silent":
+            if endpoint.url == "silent":
                 raise EngineError("no")
             return EngineCounters(Tally(1.0, 4.0))
 
     async def ask():
-        engines = EngineRates(Client(), {"a": "loud", "b": "silent"})
-        return [await engines.since_last(["a", "b", "gone"]) for _ in range(2)]
+        rates, fleet = EngineRates(Client()), Fleet()
+        for url in ("loud", "silent"):
+            fleets.add(fleet, url)
+        return [await rates.since_last(fleet.members()) for _ in range(2)]
 
     assert asyncio.run(ask()) == [{"rollout/prefix_cache_hit_rate": 0.25}, {}]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from array import array
 from types import SimpleNamespace
 
 import pytest
 
 from rltool.config.train import TrainConfig
+from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet import State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.data_plane import PoisonousRequest
@@ -18,17 +21,19 @@ from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.scores import Scores, add_teacher_logprobs
 from rltool.rollout.tokenizer import Tokenizer
-from rltool.training.rollout_work import RolloutWork
+from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 
 
 class StandIn:
     """Client and fleet in one. outcomes: by URL, what each call there raises, None for the scores."""
 
+    clock = staticmethod(time.monotonic)
+
     def __init__(self, **outcomes):
         self.outcomes, self.asked, self.told = outcomes, [], []
 
-    def serving(self):
-        return tuple(self.outcomes)
+    def members(self, state):
+        return tuple(SimpleNamespace(url=url, endpoint=url) for url in self.outcomes if state is State.READY)
 
     async def score(self, endpoint, token_ids, *, timeout):
         self.asked.append(endpoint)
@@ -49,8 +54,7 @@ class StandIn:
 
 
 def scores(stand_in, deadline=30.0):
-    endpoints = {url: url for url in stand_in.outcomes}
-    return Scores("teacher", stand_in, stand_in, endpoints, at_once=4, deadline=deadline)
+    return Scores("teacher", EngineSet(stand_in, stand_in), at_once=4, deadline=deadline)
 
 
 def test_a_failure_is_told_to_the_fleet_and_another_engine_is_asked():
@@ -120,14 +124,7 @@ def test_a_group_is_scored_by_the_teacher_unless_it_is_dropped(reason, scored, a
     config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models=models, algorithm=algorithm)
     tokenizer, scorer = SimpleNamespace(stop_ids=()), SimpleNamespace(finish=finish)
     work = RolloutWork(
-        config,
-        None,
-        scorer,
-        tokenizer,
-        None,
-        vocab_size=9,
-        require_versions=False,
-        models=Models({"teacher": teacher()}),
+        config, Planes(None), scorer, PolicyModel(tokenizer, 9, False), None, models=Models({"teacher": teacher()})
     )
     group = Group(0, SimpleNamespace(), [sample(0, [1], [1])])
     assert asyncio.run(work.finish(group)) == reason
@@ -149,7 +146,9 @@ def test_a_teacher_with_other_tokens_is_refused_before_anything_starts(monkeypat
 
     other = SimpleNamespace()
     monkeypatch.setattr(validate, "load_tokenizer", lambda path, **_: other)
-    config = TrainConfig(model={"path": "m", "teacher": "teacher"}, models={"teacher": {"path": "t"}})
+    config = TrainConfig(
+        model={"path": "m", "teacher": "teacher"}, models={"teacher": {"path": "t"}}, algorithm={"distill_coef": 0.1}
+    )
     with pytest.raises(UsageError, match="the tokenizer of t has another id for 'x' than the model's, or none"):
         validate.check_teachers_tokenizer(config, SimpleNamespace(differs_from=lambda found: "x"))
     validate.check_teachers_tokenizer(config, SimpleNamespace(differs_from=lambda found: None))

@@ -9,7 +9,7 @@ import pytest
 from rltool.errors import TrainingStopped
 from rltool.rollout.reward_pool import RewardFailure
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.scoring import FailureLimit, Scorer
 
 
 def group(number=0, count=8):
@@ -31,8 +31,8 @@ class Rewards:
         return [RewardFailure("HTTP 503") if one else 1.0 for one in failed]
 
 
-def scorer(rewards, **settings):
-    return Scorer(rewards, lambda ids: "", **{"max_failure_fraction": 0.1, "batch_samples": 32, **settings})
+def scorer(rewards, *, fraction=0.1, **settings):
+    return Scorer(rewards, lambda ids: "", may_fail=FailureLimit(fraction, batch_samples=32), **settings)
 
 
 def test_one_failure_is_of_a_batch_though_little_was_scored_since_the_last_one():
@@ -85,5 +85,5 @@ def test_what_failed_while_it_was_generated_stays_failed():
     samples = group()
     samples[0].fail("agent: boom")
     with pytest.raises(TrainingStopped, match="agent: boom"):
-        asyncio.run(scorer(Rewards(), max_failure_fraction=0.0).finish(samples))
+        asyncio.run(scorer(Rewards(), fraction=0.0).finish(samples))
     assert [sample.status for sample in samples] == [SampleStatus.FAILED, *STATUSES[1:]]

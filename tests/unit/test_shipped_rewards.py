@@ -164,7 +164,7 @@ def test_every_instruction_has_an_example_and_an_unknown_one_is_an_error():
         instructions_followed(sample(), "x")
 
 
-COLLAPSED = 50_000
+COLLAPSED = 100_000
 LIMIT = 1.0
 """CPU seconds. Nothing takes a tenth of that where time grows with the text; what grows with its square took ten."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.engines.supported import NEWEST, OLDEST, Feature, has, parse, pause_mode, refusal, training_refusal
+from rltool.engines.dialect import Feature
+from rltool.engines.dialects import dialect
+from rltool.engines.supported import has, parse, pause_mode, refusal, training_refusal
 
 
 @pytest.mark.parametrize(
@@ -25,9 +27,10 @@ def test_the_numbers_of_a_version_are_read(text, version):
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_bounds_are_supported_and_what_follows_the_newest_belongs_to_it(kind):
-    for bound in (OLDEST[kind], NEWEST[kind]):
+    versions = dialect(kind).versions
+    for bound in (versions.oldest, versions.newest):
         assert refusal(kind, ".".join(map(str, bound))) is None
-    assert refusal(kind, ".".join(map(str, NEWEST[kind])) + ".post1") is None
+    assert refusal(kind, ".".join(map(str, versions.newest)) + ".post1") is None
 
 
 @pytest.mark.parametrize(("kind", "version"), [("vllm", "0.28.0"), ("sglang", "0.5.16.post2"), ("sglang", "0.4.9")])

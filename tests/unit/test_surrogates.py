@@ -56,13 +56,13 @@ def plain_token_losses(logprobs: torch.Tensor, tokens: LossTokens, a: AlgorithmC
         given = [float(tokens.advantages[t]) for t in own]
         for t, (p, q, advantage) in enumerate(zip(new, old, given, strict=True)):
             ratio = torch.exp(p - q)
-            if a.objective == "gmpo":
+            if a.objective.kind == "gmpo":
                 # The gradient of a token is its own share of the geometric mean, times the tokens of its sample.
                 detached = [x.detach() for x in new]
                 detached[t] = p
                 mean = plain.geometric_mean_of_clipped(detached, old, given, a)
                 ratio = mean.detach() + len(own) * (mean - mean.detach())
-            elif a.ratio == "sequence":
+            elif getattr(a.objective, "ratio", "token") == "sequence":
                 s = math.exp(sum(float(x.detach()) - float(y) for x, y in zip(new, old, strict=True)) / len(own))
                 ratio = s * torch.exp(p) / torch.exp(p.detach())
             losses.append(plain.surrogate(p, ratio, advantage, a))
@@ -71,17 +71,17 @@ def plain_token_losses(logprobs: torch.Tensor, tokens: LossTokens, a: AlgorithmC
 
 SETTINGS = [
     {},
-    {"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.2},
-    {"clip_low": 1.0, "clip_high": math.inf},
-    {"objective": "cispo", "clip_low": 0.1, "clip_high": 0.1},
+    {"objective": {"clip_low": 0.1, "clip_high": 0.15, "dual_clip": 1.2}},
+    {"objective": {"clip_low": 1.0, "clip_high": math.inf}},
+    {"objective": {"kind": "cispo", "clip_low": 0.1, "clip_high": 0.1}},
     {"objective": "sapo"},
-    {"objective": "sapo", "sapo_temperature_pos": 3.0, "sapo_temperature_neg": 0.5},
+    {"objective": {"kind": "sapo", "temperature_pos": 3.0, "temperature_neg": 0.5}},
     {"objective": "gmpo"},
-    {"objective": "gmpo", "clip_low": 0.05, "clip_high": 0.1},
-    {"objective": "gmpo", "clip_low": 1.0, "clip_high": math.inf},
+    {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
+    {"objective": {"kind": "gmpo", "clip_low": 1.0, "clip_high": math.inf}},
     {"objective": "reinforce"},
-    {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03},
-    {"ratio": "sequence", "objective": "cispo"},
+    {"objective": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03}},
+    {"objective": {"kind": "cispo", "ratio": "sequence"}},
 ]
 
 
@@ -100,17 +100,17 @@ def test_value_and_gradient_equal_plain_torch(settings, per_sample):
         assert theirs.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("settings", [{"ratio": "sequence"}, {"objective": "gmpo", "clip_low": 0.1, "clip_high": 0.2}])
-def test_where_advantages_are_per_sample_the_token_form_is_the_papers_objective(settings):
+@pytest.mark.parametrize("objective", [{"ratio": "sequence"}, {"kind": "gmpo", "clip_low": 0.1, "clip_high": 0.2}])
+def test_where_advantages_are_per_sample_the_token_form_is_the_papers_objective(objective):
     """GSPO's eq. 5 and GMPO's algorithm 1 as written: one ratio a sample, whose gradient goes to all of its tokens."""
-    algorithm = AlgorithmConfig(**settings)
+    algorithm = AlgorithmConfig(objective=objective)
     logprobs, tokens = tokens_of_samples(per_sample=True)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(tokens.num_samples):
         own = (tokens.sample == i).nonzero().squeeze(-1)
         new, old = logprobs[own], tokens.old_logprobs[own]
         advantage = float(tokens.advantages[own[0]])
-        if algorithm.objective == "gmpo":
+        if algorithm.objective.kind == "gmpo":
             ratio = plain.geometric_mean_of_clipped(list(new), list(old), [advantage] * len(own), algorithm)
         else:
             ratio = torch.exp((new - old).mean())
@@ -129,7 +129,7 @@ def test_two_tokens_of_a_sample_with_opposite_advantages_do_not_cancel_under_a_s
     assert logprobs.grad.tolist() == [-0.5, 0.5]
 
 
-@pytest.mark.parametrize("settings", [{"ratio": "sequence"}, {"objective": "gmpo"}])
+@pytest.mark.parametrize("settings", [{"objective": {"ratio": "sequence"}}, {"objective": "gmpo"}])
 def test_a_token_weight_of_zero_masks_its_token_under_a_ratio_of_samples(settings):
     logprobs, tokens = tokens_of_samples(per_sample=True)
     weights = torch.tensor([float(t % 3 > 0) for t in range(len(logprobs))], dtype=torch.float64)
@@ -173,7 +173,7 @@ def test_a_sequence_ratio_is_the_geometric_mean_and_wild_tokens_stay_finite():
     torch.testing.assert_close(found.detach(), torch.tensor([0.2, 0.2, -0.5]))
     for objective, ratio in (("ppo", "token"), ("ppo", "sequence"), ("cispo", "token")):
         logprobs, tokens = example_tokens()
-        loss = policy_objective(logprobs, tokens, AlgorithmConfig(objective=objective, ratio=ratio)).loss
+        loss = policy_objective(logprobs, tokens, AlgorithmConfig(objective={"kind": objective, "ratio": ratio})).loss
         loss.sum().backward()
         assert torch.isfinite(loss).all() and torch.isfinite(logprobs.grad).all()
 

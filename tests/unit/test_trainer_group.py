@@ -15,7 +15,8 @@ def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_th
     """Two replicas of two pipeline stages, of which the last alone hands anything back."""
     batch = example_batch()
     trainer = TrainerConfig(world_size=4, pipeline_parallel=2, max_tokens_per_micro_batch=int(batch.lengths.max()) + 1)
-    shards = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=trainer)).shard(batch)
+    sampling = {"max_prompt_tokens": 1, "max_response_tokens": 1}
+    shards = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=trainer, sampling=sampling)).shard(batch)
     coordinates = [SimpleNamespace(dp_rank=rank) for rank in (0, 0, 1, 1)]
     parts = [shards.micro_batches(rank) for rank in (0, 1)]
     assert all(len(part) > 1 for part in parts) and sorted(

@@ -87,7 +87,7 @@ def flat(values: list[list[float]]) -> torch.Tensor:
 def test_grpo_of_turns_equals_a_plain_loop(gamma, divide):
     samples = ragged()
     settings = {"turn_gamma": gamma, "normalize_std": divide is not None, "normalize_std_over": divide or "group"}
-    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(**CREDIT, **settings))
+    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(advantage=CREDIT | settings))
     torch.testing.assert_close(found, flat(plain(samples, gamma, divide=divide)), rtol=1e-5, atol=1e-6)
     assert found.abs().max() > 0.3
 
@@ -97,7 +97,7 @@ def test_tokens_without_a_loss_have_no_advantage_and_count_in_the_baseline_all_t
     expected = flat(plain(samples, 1.0, divide="group"))
     samples[0].remove_sample = True
     batch = samples_to_batch(samples)
-    found = estimate_advantages(batch, AlgorithmConfig(**CREDIT))
+    found = estimate_advantages(batch, AlgorithmConfig(advantage=CREDIT))
     torch.testing.assert_close(found, expected * batch.loss_mask, rtol=1e-5, atol=1e-6)
     assert not bool(found[: int(batch.lengths[0])].any())
 
@@ -106,7 +106,8 @@ def test_a_penalty_per_token_is_part_of_its_turn():
     samples = ragged()
     batch = samples_to_batch(samples)
     penalty = -0.1 * torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(3)) * batch.sampled
-    found = estimate_advantages(batch.replace(token_rewards=penalty), AlgorithmConfig(**CREDIT, turn_gamma=0.5))
+    algorithm = AlgorithmConfig(advantage=CREDIT | {"turn_gamma": 0.5})
+    found = estimate_advantages(batch.replace(token_rewards=penalty), algorithm)
     own = penalty.split(batch.lengths.tolist())
     torch.testing.assert_close(
         found, flat(plain(samples, 0.5, divide="group", token_rewards=own)), rtol=1e-5, atol=1e-6
@@ -116,7 +117,7 @@ def test_a_penalty_per_token_is_part_of_its_turn():
 def test_what_clipping_takes_off_the_reward_is_taken_off_the_end():
     samples = ragged()
     batch, _ = with_advantages(
-        samples_to_batch(samples), AlgorithmConfig(**CREDIT, reward_clip=(-0.1, 0.5)), max_response_tokens=9
+        samples_to_batch(samples), AlgorithmConfig(advantage=CREDIT, reward_clip=(-0.1, 0.5)), max_response_tokens=9
     )
     for made in samples:
         made.reward = min(max(made.reward or 0.0, -0.1), 0.5)
@@ -126,15 +127,16 @@ def test_what_clipping_takes_off_the_reward_is_taken_off_the_end():
 
 def test_where_only_the_end_is_rewarded_each_turn_has_the_whole_reward():
     samples = [sample(1, 0, "1011", 0.0, 0.0, final=1.0), sample(1, 1, "1101", 0.0, 0.0)]
-    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(**CREDIT, normalize_std=False))
-    whole = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(normalize_std=False))
+    undivided = {"normalize_std": False}
+    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(advantage=CREDIT | undivided))
+    whole = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(advantage={"normalize_std": False}))
     torch.testing.assert_close(found, whole)
     assert found.max() == 0.5
 
 
 def test_by_default_credit_is_the_episode_s():
     samples = ragged()
-    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(normalize_std=False))
+    found = estimate_advantages(samples_to_batch(samples), AlgorithmConfig(advantage={"normalize_std": False}))
     means = {4: (0.75 + 0.75 + 0.375) / 3, 9: 0.125, 7: 5.0}
     expected = [[0.0, 0.0, *(m * ((s.reward or 0.0) - means[s.group_id]) for m in s.response_mask)] for s in samples]
     torch.testing.assert_close(found, flat(expected), rtol=1e-5, atol=1e-6)
@@ -158,7 +160,7 @@ def branched() -> list[Sample]:
 
 def test_turns_of_another_trajectory_count_by_their_time():
     found = estimate_advantages(
-        samples_to_batch(branched()), AlgorithmConfig(**CREDIT, normalize_std=False, turn_gamma=0.5)
+        samples_to_batch(branched()), AlgorithmConfig(advantage=CREDIT | {"normalize_std": False, "turn_gamma": 0.5})
     )
     returns = [1 + 1 + 1 + 1, 2 + 2 + 2, 4 + 4, 8, 3]
     a, b, c, d, e = (value - statistics.fmean(returns) for value in returns)
@@ -168,7 +170,7 @@ def test_turns_of_another_trajectory_count_by_their_time():
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce_pp_of_turns_has_the_return_behind_each_token(gamma):
     """Across trajectories it is exact without a discount; within one it is with."""
-    settings = AlgorithmConfig(**CREDIT, advantage="reinforce_pp", gamma=gamma, whiten_advantages=False)
+    settings = AlgorithmConfig(advantage=CREDIT | {"kind": "reinforce_pp", "gamma": gamma}, whiten_advantages=False)
     found = estimate_advantages(samples_to_batch(branched()), settings)
     if gamma == 1.0:
         assert found.tolist() == pytest.approx([0, 0, 15, 0, 8, 0, 0, 14, 14, 0, 12, 0, 0, 3, 3])
@@ -180,7 +182,8 @@ def test_gae_sees_the_rewards_of_turns_where_they_were_earned():
     samples = ragged()
     batch = samples_to_batch(samples)
     values = torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(5)) * batch.loss_mask
-    settings = AlgorithmConfig(**CREDIT, advantage="gae", gamma=0.9, gae_lambda=0.8, whiten_advantages=False)
+    estimator = CREDIT | {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}
+    settings = AlgorithmConfig(advantage=estimator, whiten_advantages=False)
     found, _ = with_advantages(batch.replace(values=values), settings, max_response_tokens=9)
     rest = torch.tensor([(s.reward or 0.0) - s.earned for s in samples])
     rewards = batch.turn_rewards + at_last_loss_token(rest, batch.lengths, batch.loss_mask)

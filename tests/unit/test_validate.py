@@ -75,7 +75,6 @@ def test_a_sound_configuration_passes(base):
         ),
         (["rollout.samples_per_prompt=1"], "nothing would be learned.*reinforce_pp"),
         (["sampling.top_p=0.9"], "set sampling.top_k as well, such as 50"),
-        (["rollout.simulate_step_seconds=1"], "no effect without rollout.environment"),
         (["sampling.top_k=20", "rollout.agent=a:b"], "top_k = 20 with rollout.agent: the gateway does not record"),
         (["sampling.top_k=20", "engines.router=r:1"], "top_k = 20 with --router: sglang-router does not pass on"),
         (["trainer.max_tokens_per_micro_batch=100"], "at least 2048"),

@@ -1,10 +1,11 @@
 import pytest
 
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.algorithm_rules import EFFECTIVE
 from rltool.config.loader import ConfigError, load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
-from rltool.training.validate_algorithm import EFFECTIVE, check_algorithm
+from rltool.training.validate import check_own_functions, check_teachers_engines
 
 PARTS = 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]'
 
@@ -12,7 +13,9 @@ SERVED = ["algorithm.distill_kl_coef=0.1", "model.teacher=big", "models.big.path
 
 
 def check(*sets: str) -> None:
-    check_algorithm(load_config(TrainConfig, [], ["model.path=model", *sets]).config)
+    config = load_config(TrainConfig, [], ["model.path=model", *sets]).config
+    check_own_functions(config.algorithm)
+    check_teachers_engines(config)
 
 
 @pytest.mark.parametrize(
@@ -22,32 +25,43 @@ def check(*sets: str) -> None:
         ["algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"', 'algorithm.kl_estimator="k1"'],
         ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"', "algorithm.kl_unbiased=true"],
         ['algorithm.advantage="distill"', "model.teacher_path=teacher", "rollout.samples_per_prompt=1"],
-        ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.gamma=0.9"],
+        ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.advantage.gamma=0.9"],
         [
             'algorithm.advantage="tests.unit.own_algorithms:centred"',
-            "algorithm.gamma=0.9",
-            "algorithm.normalize_std=false",
+            "algorithm.advantage.options.gamma=0.9",
             "model.teacher_path=teacher",
         ],
-        ['algorithm.objective="tests.unit.own_algorithms:reinforce"', 'algorithm.ratio="sequence"'],
+        ['algorithm.objective="tests.unit.own_algorithms:reinforce"', "algorithm.objective.options.pull=0.1"],
         [
             'algorithm.advantage="gae"',
             "rollout.samples_per_prompt=1",
-            "algorithm.gae_lambda=1.0",
+            "algorithm.advantage.gae_lambda=1.0",
             "critic.lr=1e-4",
             "critic.warmup_rollouts=2",
             "steps=3",
         ],
         ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
         ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=1", 'algorithm.old_logprobs="rollout"'],
-        ["rollout.partial_rollout=true", "algorithm.mask_tokens_older_than=0"],
+        ["rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0"],
         ['algorithm.old_logprobs="rollout"', "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'],
-        ["algorithm.is_weights=token", "algorithm.is_cap=inf", "algorithm.is_normalize=true", "algorithm.is_floor=0.1"],
+        [
+            "algorithm.is_weights=token", "algorithm.is_weights.cap=inf", "algorithm.is_weights.normalize=true",
+            "algorithm.is_weights.floor=0.1",
+        ],
         ["algorithm.distill_coef=0.1", "model.teacher_path=teacher", "algorithm.reward_clip=[-1, 1.5]"],
-        ["algorithm.objective=sapo", "algorithm.sapo_temperature_neg=1.1", "algorithm.off_policy_mask_threshold=0.5"],
-        ["algorithm.clip_high=inf", "algorithm.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3", "epochs_per_rollout=2"],
+        [
+            "algorithm.objective=sapo", "algorithm.objective.temperature_neg=1.1",
+            "algorithm.off_policy_mask_threshold=0.5",
+        ],
+        [
+            "algorithm.objective.clip_high=inf", "algorithm.objective.clip_low=1.0", "algorithm.kl_cov_fraction=1e-3",
+            "epochs_per_rollout=2",
+        ],
         ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
-        ["algorithm.credit=turn", "algorithm.turn_gamma=0.4", "rollout.environment=tests.unit.environments:Counting"],
+        [
+            "algorithm.advantage.credit=turn", "algorithm.advantage.turn_gamma=0.4",
+            "rollout.environment=tests.unit.environments:Counting",
+        ],
         ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
         ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
@@ -120,7 +134,7 @@ def test_combinations_that_make_sense_pass(sets):
         ),
         (['algorithm.loss="sft"', "algorithm.mask_tokens_older_than=1"], 'has no meaning with algorithm.loss = "sft"'),
         (['algorithm.loss="sft"', "epochs_per_rollout=2"], "epochs_per_rollout = 2 has no meaning with algorithm.loss"),
-        (["algorithm.credit=turn"], 'algorithm.credit = "turn" would have no effect: built-in generation has one turn'),
+        (["algorithm.advantage.credit=turn"], 'credit = "turn" would have no effect: built-in generation has one turn'),
         (["algorithm.distill_coef=0.1"], "algorithm.distill_coef = 0.1 needs model.teacher_path"),
         (
             [*SERVED, "algorithm.distill_top_k=300", 'engines.groups=[{name="teachers", model="big"}]'],
@@ -133,7 +147,7 @@ def test_combinations_that_make_sense_pass(sets):
                 ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t", setting],
                 f"{setting.partition('=')[0]} = .* would have no effect: .* has no policy gradient",
             )
-            for setting in ("algorithm.clip_high=0.3", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
+            for setting in ("algorithm.objective=cispo", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
         ),
         (
             [
@@ -190,44 +204,24 @@ def test_combinations_that_make_no_sense_are_refused_with_the_fix(sets, message)
 
 
 WITHOUT_EFFECT = {
-    "credit": ("turn", ["advantage=rloo"]),
-    "turn_gamma": ("0.5", []),
-    "normalize_std": ("false", ["advantage=rloo"]),
-    "normalize_std_over": ("batch", ["normalize_std=false"]),
     "reward_clip": ("[-1.0, 1.0]", ["advantage=distill"]),
     "distill_coef": ("0.1", ["advantage=distill"]),
     "distill_top_k": ("64", ["distill_coef=0.1"]),
-    "gamma": ("0.5", []),
-    "gae_lambda": ("0.5", ["advantage=reinforce_pp"]),
-    "value_clip": ("0.5", []),
     "overlong_buffer": ("10", ["advantage=distill"]),
     "overlong_penalty": ("0.5", []),
-    "ratio": ("sequence", ["objective=sapo"]),
-    "clip_low": ("0.1", ["objective=sapo"]),
-    "clip_high": ("0.1", ["objective=reinforce"]),
-    "sapo_temperature_pos": ("2.0", []),
-    "sapo_temperature_neg": ("2.0", ["objective=gmpo"]),
-    "entropy_coef_step": ("0.1", ["entropy_coef=0.1"]),
     "top_entropy_fraction": ("0.5", ["old_logprobs=rollout"]),
     "clip_cov_low": ("0.5", []),
     "clip_cov_high": ("6.0", ["kl_cov_fraction=0.1"]),
     "kl_cov_coef": ("0.5", ["clip_cov_fraction=0.1"]),
-    "dual_clip": ("3.0", ["objective=cispo"]),
     "loss_length": ("9", []),
     "reference_update_steps": ("5", []),
     "kl_in": ("reward", []),
     "kl_target": ("0.1", []),
-    "kl_gain": ("0.2", ["kl_coef=0.1"]),
     "kl_estimator": ("k2", []),
     "kl_unbiased": ("true", ["kl_coef=0.1", "kl_in=reward"]),
     "is_weights": ("token", ["old_logprobs=rollout"]),
     "is_mask": ("sequence", ["old_logprobs=rollout"]),
-    "is_cap": ("3.0", []),
-    "is_floor": ("0.5", ["is_mask=token"]),
-    "is_normalize": ("true", ["is_veto=1e-3"]),
     "is_veto": ("1e-3", ["old_logprobs=rollout"]),
-    "is_mask_low": ("0.1", ["is_weights=token"]),
-    "is_mask_high": ("3.0", []),
 }
 """Setting -> (a value, others beside which it does nothing)."""
 
@@ -247,16 +241,63 @@ def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
 
 
 @pytest.mark.parametrize(
+    ("table", "kind", "key", "of"),
+    [
+        ("objective", "sapo", "ratio", "ppo or cispo"),
+        ("objective", "sapo", "clip_low", "ppo or cispo or gmpo"),
+        ("objective", "reinforce", "clip_high", "ppo or cispo or gmpo"),
+        ("objective", "ppo", "temperature_pos", "sapo"),
+        ("objective", "gmpo", "temperature_neg", "sapo"),
+        ("objective", "cispo", "dual_clip", "ppo"),
+        ("objective", "tests.unit.own_algorithms:reinforce", "ratio", "ppo or cispo"),
+        ("advantage", "rloo", "credit", "grpo or reinforce_pp or gae"),
+        ("advantage", "gae", "turn_gamma", "grpo"),
+        ("advantage", "rloo", "normalize_std", "grpo"),
+        ("advantage", "gdpo", "normalize_std_over", "grpo"),
+        ("advantage", "grpo", "gamma", "reinforce_pp or reinforce_pp_baseline or gae"),
+        ("advantage", "reinforce_pp", "gae_lambda", "gae"),
+        ("advantage", "grpo", "value_clip", "gae"),
+        ("advantage", "tests.unit.own_algorithms:centred", "gamma", "reinforce_pp or reinforce_pp_baseline or gae"),
+    ],
+)
+def test_a_key_of_another_kind_cannot_be_written(table, kind, key, of):
+    with pytest.raises(ConfigError, match=rf"{table}\.{key} is a key of kind = {of}, and .*{table}.kind is"):
+        check(f"algorithm.{table}={kind}", f"algorithm.{table}.{key}=0.5")
+    named = "own" if ":" in kind else kind
+    with pytest.raises(ValueError, match=f"{table}.{named}.{key}"):
+        AlgorithmConfig(**{table: {"kind": named, key: 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ("is_weights", "cap"), ("is_weights", "floor"), ("is_weights", "normalize"),
+        ("is_mask", "low"), ("is_mask", "high"),
+    ],
+)
+def test_a_key_of_a_correction_that_is_not_made_cannot_be_written(table, key):
+    with pytest.raises(ConfigError, match=rf"{table}\.{key} is a key of kind = token or .*{table}.kind is none"):
+        check("algorithm.is_weights.kind=none", f"algorithm.{table}.{key}=0.5")
+    with pytest.raises(ValueError, match=f"{table}.none.{key}"):
+        AlgorithmConfig(**{table: {key: 0.5}})
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("algorithm.advantage=grpo2", "algorithm.advantage"),
-        ("algorithm.dual_clip=1.0", "algorithm.dual_clip"),
-        ("algorithm.clip_low=1.5", "algorithm.clip_low"),
-        ("algorithm.is_mask_low=2.5", "every token would be masked"),
-        ("algorithm.is_floor=2.0", "every weight would be the same"),
+        ("algorithm.advantage.turn_gamma=0.5", 'turn_gamma = 0.5 would have no effect: it needs credit = "turn"'),
+        (
+            'algorithm.advantage={normalize_std=false, normalize_std_over="batch"}',
+            'normalize_std_over = "batch" would have no effect: it needs normalize_std = true',
+        ),
+        ("algorithm.objective.dual_clip=1.0", "algorithm.objective.dual_clip"),
+        ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low"),
+        ('algorithm.is_mask={kind="token", low=2.5}', "every token would be masked"),
+        ('algorithm.is_weights={kind="token", floor=2.0}', "every weight would be the same"),
         ("algorithm.clip_cov_low=5.0", "no token lies between"),
         ("algorithm.reward_clip=[1.0, -1.0]", "would make all rewards equal"),
-        ("algorithm.clip_high=nan", "algorithm.clip_high"),
+        ("algorithm.objective.clip_high=nan", "algorithm.objective.clip_high"),
         ("algorithm.is_veto=1.0", "algorithm.is_veto"),
         ("epochs_per_rollout=0", "epochs_per_rollout"),
     ],
@@ -273,7 +314,7 @@ def test_what_needs_the_old_policy_before_the_training_forward_says_so():
     for settings in (
         {"is_weights": "sequence"},
         {"is_mask": "geometric"},
-        {"is_weights": "token", "is_normalize": True},
+        {"is_weights": {"kind": "token", "normalize": True}},
         {"kl_coef": 0.1, "kl_in": "reward"},
         {"advantage": "distill"},
         {"distill_coef": 0.1},

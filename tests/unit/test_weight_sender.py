@@ -11,21 +11,22 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.wire import meta_of, plan_buckets, split_flat
+from rltool.engines.wire import meta_of, split_flat
 from rltool.weights import buffers as buffers_module
 from rltool.weights import channel as channel_module
 from rltool.weights import sender as sender_module
 from rltool.weights.buffers import BucketBuffers
-from rltool.weights.memory import Memory, most
+from rltool.weights.memory import NONE, Memory, most
 from rltool.weights.sender import WeightSender
 from rltool.weights.stream import WeightStreamError
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
+from tests.ranks import plan_of
 
 PATIENCE = 30.0
 TENSORS = {f"t{i}": torch.full((4,), float(i)) for i in range(6)}
 METADATA = [meta_of(name, tensor) for name, tensor in TENSORS.items()]
-BUCKETS = plan_buckets(METADATA, 15)
-"""One tensor each."""
+EACH = WeightsConfig(bucket_bytes=15)
+"""One tensor in each bucket."""
 
 
 def stream(pulled: list[str] | None = None) -> Iterator:
@@ -35,9 +36,11 @@ def stream(pulled: list[str] | None = None) -> Iterator:
         yield meta, tensor
 
 
-class Link:
+class Link(SenderTransport):
     """A SenderTransport that goes nowhere. gate: closed, its buckets are not taken; broken_at: the bucket that fails;
     deaf: it heeds no deadline."""
+
+    memory = NONE
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.receiver, self.device = receiver, torch.device("cpu")
@@ -117,8 +120,9 @@ def links(monkeypatch, request) -> Iterator[list[Link]]:
 def make(tmp_path: Path) -> Iterator:
     made = []
 
-    def make(*backends: str, deadline: float = PATIENCE, config: WeightsConfig = WeightsConfig()) -> WeightSender:
-        sender = WeightSender(config, device=torch.device("cpu"), deadline=deadline, model_files=tmp_path)
+    def make(*backends: str, deadline: float = PATIENCE, config: WeightsConfig = EACH, tensors=TENSORS) -> WeightSender:
+        cpu, plan = torch.device("cpu"), plan_of(tensors)
+        sender = WeightSender(config, plan, device=cpu, deadline=deadline, model_files=tmp_path)
         made.append(sender)
         receivers = [Receiver(str(i), "vllm", backend, 1) for i, backend in enumerate(backends)]
         assert set(sender.host(receivers, "g", tmp_path)) == {receiver.url for receiver in receivers}
@@ -146,7 +150,7 @@ def test_one_gather_feeds_every_channel_and_each_has_all(make, links):
     sender = make("gloo", "gloo", "disk", "disk")
     assert sender.join() == {}
     pulled: list[str] = []
-    report = sender.send(stream(pulled), BUCKETS, "v:1:2", ["0", "1", "2", "3"])
+    report = sender.send(stream(pulled), "v:1:2", ["0", "1", "2", "3"])
     assert (report.bytes, report.failures, pulled) == (6 * 16, {}, list(TENSORS))
     assert len(links) == 3, "the engines of a shared transport have one sender"
     for link in links:
@@ -156,11 +160,11 @@ def test_one_gather_feeds_every_channel_and_each_has_all(make, links):
 
 def test_patches_are_made_where_an_engine_takes_them_alone(make, links, monkeypatch):
     """They are made of a copy of all weights in the host's memory, where buckets that go to GPUs never come."""
-    sender = make("gloo", "disk", config=WeightsConfig(delta="auto"))
+    sender = make("gloo", "disk", config=WeightsConfig(bucket_bytes=15, delta="auto"))
     assert sender._encoder is not None
     monkeypatch.setattr(sender._encoder, "add", lambda *_: pytest.fail("nobody takes patches"))
     assert sender.join() == {}
-    report = sender.send(stream(), BUCKETS, "v", ["0", "1"])
+    report = sender.send(stream(), "v", ["0", "1"])
     assert report.failures == {} and report.patch_bytes is None
     for link in links:
         assert_got(link)
@@ -169,7 +173,7 @@ def test_patches_are_made_where_an_engine_takes_them_alone(make, links, monkeypa
 def test_the_next_bucket_goes_out_before_the_wait_for_the_one_before_where_the_transport_can(make, links):
     sender = make("gloo")
     assert sender.join() == {}
-    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {}
+    assert sender.send(stream(), "v", ["0"]).failures == {}
     one_by_one = [f"{step} t{i}" for i in range(6) for step in ("send", "sent")]
     ahead = ["send t0", *(line for i in range(5) for line in (f"send t{i + 1}", f"sent t{i}")), "sent t5"]
     assert links[0].log[1:] == (ahead if isinstance(links[0], PipelinedLink) else one_by_one)
@@ -180,7 +184,7 @@ def test_a_channel_that_lags_never_sees_a_buffer_that_was_filled_again(make, lin
     sender.join()
     links[1].gate.clear()
     pulled: list[str] = []
-    sending, results = in_thread(lambda: sender.send(stream(pulled), BUCKETS, "v", ["0", "1"]))
+    sending, results = in_thread(lambda: sender.send(stream(pulled), "v", ["0", "1"]))
     assert links[1].holds.wait(PATIENCE)
     # The gather waits with the third bucket's first tensor for the first bucket's buffer.
     assert sending.is_alive() and len(pulled) <= 3
@@ -200,14 +204,14 @@ def test_an_engine_that_holds_a_bucket_too_long_is_dropped_and_the_others_get_ev
     sender.join()
     links[0].deaf = deaf
     links[0].gate.clear()
-    report = sender.send(stream(), BUCKETS, "v", ["0", "1"])
+    report = sender.send(stream(), "v", ["0", "1"])
     assert report.failures.keys() == {"0"}
     assert ("deadlines.bucket = 0.2 s" if deaf else "sending weights: timed out") in report.failures["0"]
     assert_got(links[1])
     assert report.memory == Memory(host=(2 + 2) * 16), "it may still read two"
     links[0].gate.set()
     assert links[0].closed.wait(PATIENCE), "its connection is of no use any more"
-    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": sender_module.NOT_CONNECTED}
+    assert sender.send(stream(), "v", ["0", "1"]).failures == {"0": sender_module.NOT_CONNECTED}
     assert_got(links[1])
 
 
@@ -226,10 +230,10 @@ def test_a_sync_holds_two_buckets_however_many_there_are_and_whatever_the_engine
     monkeypatch.setattr(buffers_module.torch, "empty", counted)
     tensors = {f"t{index}": torch.full((8 + index % 3,), 1.0) for index in range(count)}
     metadata = [meta_of(name, tensor) for name, tensor in tensors.items()]
-    sender = make("gloo", "gloo", "disk")
+    sender = make("gloo", "gloo", "disk", config=WeightsConfig(bucket_bytes=1), tensors=tensors)
     sender.join()
     stream = zip(metadata, tensors.values(), strict=True)
-    report = sender.send(stream, plan_buckets(metadata, 1), "v", ["0", "1", "2"])
+    report = sender.send(stream, "v", ["0", "1", "2"])
     assert report.failures == {} and report.memory == Memory(host=most[0])
     assert most[0] == 2 * 10 * 4 if count > 3 else 0 < most[0] < 2 * 10 * 4
     assert most[0] < report.bytes, "the model is larger than what is held of it"
@@ -250,8 +254,8 @@ def test_what_is_held_is_counted_where_it_is():
 def test_what_the_stream_holds_is_reported_by_every_rank(make):
     sender = make("gloo")
     sender.join()
-    assert sender.send(stream(), BUCKETS, "v", ["0"], stream_bytes=1000).memory == Memory(host=2 * 16 + 1000)
-    assert make().send(stream(), BUCKETS, "v", [], stream_bytes=1000).memory == Memory(host=1000)
+    assert sender.send(stream(), "v", ["0"], stream_bytes=1000).memory == Memory(host=2 * 16 + 1000)
+    assert make().send(stream(), "v", [], stream_bytes=1000).memory == Memory(host=1000)
 
 
 def test_a_transports_own_memory_is_held_too(make, links):
@@ -259,15 +263,15 @@ def test_a_transports_own_memory_is_held_too(make, links):
     sender.join()
     for link in links[:2]:
         link.memory = Memory(host=5, device=70)
-    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).memory == Memory(host=2 * 16 + 10, device=140)
-    assert sender.send(stream(), BUCKETS, "v", ["2"]).memory == Memory(host=2 * 16), "of this sync alone"
+    assert sender.send(stream(), "v", ["0", "1"]).memory == Memory(host=2 * 16 + 10, device=140)
+    assert sender.send(stream(), "v", ["2"]).memory == Memory(host=2 * 16), "of this sync alone"
 
 
 def test_a_connection_that_breaks_fails_alone(make, links):
     sender = make("gloo", "gloo")
     links[0].broken_at = "t2"
     sender.join()
-    assert sender.send(stream(), BUCKETS, "v", ["0", "1"]).failures == {"0": "sending weights: connection reset"}
+    assert sender.send(stream(), "v", ["0", "1"]).failures == {"0": "sending weights: connection reset"}
     assert_got(links[1])
     assert set(links[0].got) <= {"t0", "t1"} and not links[0].finished.is_set()
 
@@ -279,14 +283,14 @@ def test_an_abort_ends_a_blocked_join_and_the_others_are_joined(make, links):
     sender.abort(["0", "2", "unknown"], "the engine did not join: 500")
     joining.join(PATIENCE)
     assert results == [{"0": "the engine did not join: 500"}]
-    assert sender.send(stream(), BUCKETS, "v", ["1", "2"]).failures == {}, "a shared sender is not aborted for one"
+    assert sender.send(stream(), "v", ["1", "2"]).failures == {}, "a shared sender is not aborted for one"
 
 
 def test_an_abort_ends_a_blocked_send_and_the_others_get_everything(make, links):
     sender = make("gloo", "gloo")
     sender.join()
     links[0].gate.clear()
-    sending, results = in_thread(lambda: sender.send(stream(), BUCKETS, "v", ["0", "1"]))
+    sending, results = in_thread(lambda: sender.send(stream(), "v", ["0", "1"]))
     assert links[0].holds.wait(PATIENCE)
     sender.abort(["0"], "the engine failed: 500")
     sending.join(PATIENCE)
@@ -298,27 +302,27 @@ def test_a_shared_sender_that_fails_is_the_failure_of_all_its_engines_and_is_mad
     sender = make("gloo", "disk", "disk")
     links[1].broken_at = "t0"
     sender.join()
-    report = sender.send(stream(), BUCKETS, "v", ["0", "1", "2"])
+    report = sender.send(stream(), "v", ["0", "1", "2"])
     assert report.failures == {url: "sending weights: connection reset" for url in ("1", "2")}
     sender.host([Receiver(url, "vllm", "disk", 1) for url in ("1", "2")], "g", tmp_path)
     assert len(links) == 3 and sender.join() == {}
-    assert sender.send(stream(), BUCKETS, "v", ["0", "1", "2"]).failures == {}
+    assert sender.send(stream(), "v", ["0", "1", "2"]).failures == {}
     assert_got(links[2])
 
 
 def test_other_engines_connections_stay_as_they_are(make, links):
     sender = make("gloo", "gloo")
     sender.join()
-    assert sender.send(stream(), BUCKETS, "v", ["1"]).failures == {}
+    assert sender.send(stream(), "v", ["1"]).failures == {}
     assert links[0].log == []
     sender.leave(["1"])
     assert links[1].closed.wait(PATIENCE) and not links[0].closed.is_set()
-    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {}
+    assert sender.send(stream(), "v", ["0"]).failures == {}
 
 
 def test_the_stream_is_drained_though_nobody_receives_it(make):
     pulled: list[str] = []
-    report = make().send(stream(pulled), BUCKETS, "v", ["gone"])
+    report = make().send(stream(pulled), "v", ["gone"])
     assert pulled == list(TENSORS) and report.failures == {"gone": sender_module.NOT_CONNECTED}
 
 
@@ -328,7 +332,7 @@ def test_the_stream_is_drained_when_the_trainer_itself_fails(make, links, monkey
     sender.join()
     monkeypatch.setattr(BucketBuffers, "filled", lambda self: {}[0])
     with pytest.raises(KeyError):
-        sender.send(stream(pulled), BUCKETS, "v", ["0"])
+        sender.send(stream(pulled), "v", ["0"])
     assert pulled == list(TENSORS)
 
 
@@ -336,7 +340,7 @@ def test_a_stream_that_breaks_off_ends_every_connection_at_once(make, links):
     sender = make("gloo")
     sender.join()
     with pytest.raises(WeightStreamError):
-        sender.send(list(stream())[:3], BUCKETS, "v", ["0"])
+        sender.send(list(stream())[:3], "v", ["0"])
     assert links[0].log[-1].startswith("abort the trainer failed: WeightStreamError")
     assert links[0].closed.wait(PATIENCE)
-    assert sender.send(stream(), BUCKETS, "v", ["0"]).failures == {"0": sender_module.NOT_CONNECTED}
+    assert sender.send(stream(), "v", ["0"]).failures == {"0": sender_module.NOT_CONNECTED}

@@ -14,6 +14,13 @@ URLS = ["http://a:1", "http://b:2"]
 CHECK = ValueCheck(vocab_size=100, temperature=1.0, tolerance=1e-3)
 
 
+def engine_info(dtype: str) -> EngineInfo:
+    return EngineInfo("vllm", "0.32.0", "policy", 1, 256, 100, dtype, "rltool", None, None, True, device="cpu")
+
+
+ENGINES = {url: engine_info("float32") for url in URLS}
+
+
 def sampled(*logprobs: float) -> Completion:
     return Completion(tuple(range(len(logprobs))), logprobs, "length")
 
@@ -26,7 +33,7 @@ def test_engines_that_agree_pass_and_prompts_do_not_count():
     probed = batch()
     ours = probed.rollout_logprobs + 1e-5
     ours[:PROMPT_TOKENS] = -50.0
-    found = CHECK.compare(URLS, probed, ours)
+    found = CHECK.compare(ENGINES, probed, ours)
     assert found.failed == {} and found.mean == pytest.approx(1e-5, rel=1e-2)
 
 
@@ -35,7 +42,7 @@ def test_the_engine_that_differs_is_named_and_not_the_other(position, url):
     probed = batch()
     ours = probed.rollout_logprobs.clone()
     ours[position] -= 1.0
-    found = CHECK.compare(URLS, probed, ours)
+    found = CHECK.compare(ENGINES, probed, ours)
     assert found.failed.keys() == {url}
     assert "acknowledged the weights" in found.failed[url] and "weights.verify_tolerance is 0.001" in found.failed[url]
     for cause in ("did not arrive", "another precision", "prepacked or derived copy"):
@@ -46,7 +53,7 @@ def test_log_probabilities_of_the_trainer_that_are_not_finite_are_no_difference(
     probed = batch()
     ours = probed.rollout_logprobs.clone()
     ours[0] = ours[-1] = math.nan  # the first is a prompt's
-    failed = CHECK.compare(URLS, probed, ours).failed
+    failed = CHECK.compare(ENGINES, probed, ours).failed
     assert failed.keys() == {URLS[1]}
     assert "1 of the trainer's own 3 log-probabilities are not finite" in failed[URLS[1]]
 
@@ -57,23 +64,20 @@ def test_one_engine_that_is_far_off_is_not_averaged_away():
         check.request(), [sampled(*[-1.0] * RESPONSE_TOKENS)] * 9 + [sampled(*[-1.5] * RESPONSE_TOKENS)]
     )
     ours = torch.where(probed.loss_mask > 0, -1.0, 0.0)
-    found = check.compare([f"http://e:{i}" for i in range(10)], probed, ours)
+    engines = {f"http://e:{i}": engine_info("float32") for i in range(10)}
+    found = check.compare(engines, probed, ours)
     assert found.failed.keys() == {"http://e:9"} and found.mean == pytest.approx(0.05)
 
 
 def test_without_a_configured_tolerance_each_engine_has_that_of_its_dtype():
     infos = {url: engine_info(dtype) for url, dtype in zip(URLS, ("float32", "bfloat16"), strict=True)}
-    check = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None, infos=infos)
+    check = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None)
     probed = batch()
-    found = check.compare(URLS, probed, probed.rollout_logprobs - 0.05)
+    found = check.compare(infos, probed, probed.rollout_logprobs - 0.05)
     assert found.failed.keys() == {URLS[0]} and "weights.verify_tolerance is 0.001" in found.failed[URLS[0]]
-    rounding = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None, trainer_dtype="bfloat16", infos=infos)
-    assert rounding.compare(URLS, probed, probed.rollout_logprobs - 0.05).failed == {}
-    assert rounding.compare(URLS, probed, probed.rollout_logprobs - 0.5).failed.keys() == set(URLS)
-
-
-def engine_info(dtype: str) -> EngineInfo:
-    return EngineInfo("vllm", "0.32.0", "policy", 1, 256, 100, dtype, "rltool", None, None, True, device="cpu")
+    rounding = ValueCheck(vocab_size=100, temperature=1.0, tolerance=None, trainer_dtype="bfloat16")
+    assert rounding.compare(infos, probed, probed.rollout_logprobs - 0.05).failed == {}
+    assert rounding.compare(infos, probed, probed.rollout_logprobs - 0.5).failed.keys() == set(URLS)
 
 
 def test_the_probe_fits_vocabulary_and_context_and_is_tempered():

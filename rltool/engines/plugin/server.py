@@ -13,23 +13,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
+from functools import partial
 from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.websockets import WebSocketClose
 
 from rltool.engines.plugin import info, sglang_api
 from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
-from rltool.engines.plugin.asgi import (
-    App,
-    Disconnected,
-    Receive,
-    Scope,
-    Send,
-    call_app,
-    header,
-    read_body,
-    send_bytes,
-    send_json,
-    with_header,
-)
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
@@ -49,10 +42,21 @@ ENDS_UNFINISHED_UPDATE = frozenset(
 """Before these an update that is still open (its trainer died, or gave it up) is ended; vLLM would refuse them, or run
 on meta tensors."""
 MAY_FAIL_HALFWAY = frozenset({"/update_weights", "/finish_weight_update"})
-
+REPLACED_HEADERS = (b"content-type", b"content-length", b"transfer-encoding", b"x-request-id")
+"""Of a request whose body we rewrite. vLLM would take x-request-id, which a client of the router may send, for the id
+of the request in place of the body's, and an abort by that one would not find it."""
 
 UpdateStep = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
 """(AsyncLLM, body) -> (status, JSON)."""
+
+
+class Reply(JSONResponse):
+    def __init__(self, status: int, content: Any) -> None:
+        super().__init__(content, status, {"www-authenticate": "Bearer"} if status == 401 else None)
+
+    def render(self, content: Any) -> bytes:
+        # default=str: a model's HF config may hold dtypes and other things that JSON does not know
+        return json.dumps(content, default=str).encode()
 
 
 class ServerMiddleware:
@@ -60,115 +64,119 @@ class ServerMiddleware:
     server."""
 
     def __init__(
-        self, app: App, *, key: str, boot_id: str | None = None, clock: Callable[[], float] = time.monotonic
+        self, app: ASGIApp, *, key: str, boot_id: str | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._app = app
         self._policy = GuardPolicy(key)
         self._boot_id = boot_id
         self._leases = LeaseTable(clock)
+        # By the whole path, and no Router: its routes match below a root path, too, which the guard has not seen.
+        self._routes: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/generate": self._generate,
+            "/rltool/info": self._describe,
+            "/server_info": partial(self._describe, shape=info.sglang_server_info),
+            "/model_info": partial(self._describe, shape=info.sglang_model_info),
+            "/rltool/checksums": self._checksums,
+            LEASE_PATH: self._lease,
+            PREFETCH_PATH: self._prefetch,
+            RELOAD_PATH: self._reload,
+            UPDATE_PATH: partial(self._update, step=update_weights),
+            FINISH_PATH: partial(self._update, step=finish_update),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
         elif scope["type"] == "http":
-            if self._boot_id:  # a router passes it on: so a failure behind it has an engine's name
-                send = with_header(send, BOOT_ID_HEADER.encode(), self._boot_id.encode())
-            await self._guarded(scope, receive, send)
+            await self._guarded(Request(scope, receive), self._naming(send))
         else:  # websockets: vLLM's real-time routes, which rltool does not use
-            await send({"type": "websocket.close", "code": 1008, "reason": "not available"})
+            await WebSocketClose(1008, "not available")(scope, receive, send)
 
-    async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        method, path = scope["method"], scope["path"]
-        decision = self._policy.decide(method, path, header(scope, b"authorization"))
-        if decision is Decision.UNAUTHORIZED:
-            await send_json(send, 401, {"error": "this server demands its bearer key"})
-        elif decision is Decision.NOT_FOUND:
-            await send_json(send, 404, {"error": f"{method} {path} is not available on engines started by rltool"})
-        elif path == "/generate":
-            await self._generate(scope, receive, send)
-        elif path == "/rltool/generate":
+    def _naming(self, send: Send) -> Send:
+        """A router passes the boot id on: so a failure behind it has an engine's name."""
+
+        async def naming(message: Message) -> None:
+            if self._boot_id and message["type"] == "http.response.start":
+                own = (BOOT_ID_HEADER.encode(), self._boot_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), own]}
+            await send(message)
+
+        return naming
+
+    async def _guarded(self, request: Request, send: Send) -> None:
+        scope, receive = request.scope, request.receive
+        response = self._refusal(request)
+        if response is None and (route := self._routes.get(scope["path"])) is not None:
+            try:
+                response = await route(request)
+            except ClientDisconnect:
+                return
+        if response is not None:
+            await response(scope, receive, send)
+        elif scope["path"] == "/rltool/generate":
             await self._app(_wanting_arrays(scope) | _path(sglang_api.VLLM_PATH), receive, send)
-        elif path in ("/rltool/info", "/server_info", "/model_info"):
-            await self._describe(scope, path, send)
-        elif path == "/rltool/checksums":
-            await send_json(send, 200, await info.checksums(scope["app"].state))
-        elif path == LEASE_PATH:
-            await self._lease(receive, send)
-        elif (method, path) in CONTROL_ROUTES and (refusal := self._refusal(scope)) is not None:
-            await send_json(send, 409, refusal)
-        elif path == PREFETCH_PATH:
-            await self._prefetch(scope, receive, send)
-        elif path == RELOAD_PATH:
-            await self._reload(scope["app"].state.engine_client, send)
-        elif path == UPDATE_PATH:
-            await self._update(scope, receive, send, update_weights)
-        elif path == FINISH_PATH:
-            await self._update(scope, receive, send, finish_update)
         else:
             await self._pass_on(scope, receive, send)
 
-    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _refusal(self, request: Request) -> Response | None:
+        method, path = request.scope["method"], request.scope["path"]
+        decision = self._policy.decide(method, path, request.headers.get("authorization"))
+        if decision is Decision.UNAUTHORIZED:
+            return Reply(401, {"error": "this server demands its bearer key"})
+        if decision is Decision.NOT_FOUND:
+            return Reply(404, {"error": f"{method} {path} is not available on engines started by rltool"})
+        if (method, path) in CONTROL_ROUTES:
+            refusal = refused(self._leases, request.headers.get(RUN_HEADER))
+            return Reply(409, refusal) if refusal is not None else None
+        return None
+
+    async def _generate(self, request: Request) -> Response:
         try:
-            body = await read_body(receive)
-        except Disconnected:
-            return
-        try:
-            request = sglang_api.to_vllm(json.loads(body))
+            wanted = sglang_api.to_vllm(await request.json())
         except ValueError as error:  # BadRequest, or no JSON at all
-            await send_json(send, 400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
-            return
-        status, reply = await call_app(self._app, _wanting_arrays(scope), receive, sglang_api.VLLM_PATH, request)
+            return Reply(400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
+        status, reply = await call_app(
+            self._app, _wanting_arrays(request.scope), request.receive, sglang_api.VLLM_PATH, wanted
+        )
         if status != 200:
-            await send_bytes(send, status, reply)
-            return
-        await send_json(send, 200, sglang_api.from_vllm(request, json.loads(reply)))
+            return Response(reply, status, media_type="application/json")
+        return Reply(200, sglang_api.from_vllm(wanted, json.loads(reply)))
 
-    async def _lease(self, receive: Receive, send: Send) -> None:
-        try:
-            body = await _json_of(receive)
-        except Disconnected:
-            return
-        await send_json(send, *answer(self._leases, body))
+    async def _checksums(self, request: Request) -> Response:
+        return Reply(200, await info.checksums(request.app.state))
 
-    async def _prefetch(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            body = await _json_of(receive)
-        except Disconnected:
-            return
-        await send_json(send, *await prefetch(scope["app"].state.engine_client, body))
+    async def _lease(self, request: Request) -> Response:
+        return Reply(*answer(self._leases, await _json_of(request)))
 
-    async def _reload(self, client: Any, send: Send) -> None:
+    async def _prefetch(self, request: Request) -> Response:
+        return Reply(*await prefetch(request.app.state.engine_client, await _json_of(request)))
+
+    async def _reload(self, request: Request) -> Response:
         """Of the checkpoint that the server has started from, with the version that it then had."""
+        client = request.app.state.engine_client
         try:
             await client.update_weight_version(INCOMPLETE_VERSION)
             await ask_workers(client, "reload_weights")
             await client.update_weight_version(STARTING_VERSION)
         except Exception as error:
             logger.exception("the weights could not be loaded again")
-            await send_json(send, 500, {"error": f"the weights could not be loaded again: {error}"})
-        else:
-            await send_json(send, 200, {"weight_version": STARTING_VERSION})
+            return Reply(500, {"error": f"the weights could not be loaded again: {error}"})
+        return Reply(200, {"weight_version": STARTING_VERSION})
 
-    async def _update(self, scope: Scope, receive: Receive, send: Send, step: UpdateStep) -> None:
-        try:
-            body = await _json_of(receive)
-        except Disconnected:
-            return
-        state = scope["app"].state
-        status, reply = await step(state.engine_client, body)
+    async def _update(self, request: Request, *, step: UpdateStep) -> Response:
+        state = request.app.state
+        status, reply = await step(state.engine_client, await _json_of(request))
         if status >= 500:  # one that fails to finish may be finished in some workers, and has changed nothing in others
             await self._end_failed_update(state, is_mixed=step is finish_update)
-        await send_json(send, status, reply)
+        return Reply(status, reply)
 
-    def _refusal(self, scope: Scope) -> dict[str, Any] | None:
-        return refused(self._leases, header(scope, RUN_HEADER.lower().encode()))
-
-    async def _describe(self, scope: Scope, path: str, send: Send) -> None:
-        facts = await info.describe(scope["app"].state, self._boot_id)
+    async def _describe(
+        self, request: Request, *, shape: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    ) -> Response:  # fmt: skip
+        facts = await info.describe(request.app.state, self._boot_id)
         lease = self._leases.lease()
         facts["lease"] = asdict(lease) if lease else None
-        shape = {"/server_info": info.sglang_server_info, "/model_info": info.sglang_model_info}.get(path)
-        await send_json(send, 200, shape(facts) if shape else facts)
+        return Reply(200, shape(facts))
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -176,7 +184,9 @@ class ServerMiddleware:
             hear_all_workers(scope["app"].state.engine_client)
         if path in ENDS_UNFINISHED_UPDATE:
             await self._end_unfinished_update(scope["app"].state)
-        if path == PAUSE_PATH and keeps_requests(scope.get("query_string", b"")) and await self._pause(scope, send):
+        keeps = path == PAUSE_PATH and keeps_requests(scope.get("query_string", b""))
+        if keeps and (reply := await self._pause(scope["app"].state)) is not None:
+            await reply(scope, receive, send)
             return
         if path not in MAY_FAIL_HALFWAY:
             await self._app(scope, receive, send)
@@ -185,7 +195,7 @@ class ServerMiddleware:
             return
         status = 500
 
-        async def watching_send(message) -> None:
+        async def watching_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -195,16 +205,13 @@ class ServerMiddleware:
 
         await self._app(scope, receive, watching_send)
 
-    async def _pause(self, scope: Scope, send: Send) -> bool:
+    async def _pause(self, state: Any) -> Response | None:
         try:
-            paused = await pause(scope["app"].state.engine_client)
+            paused = await pause(state.engine_client)
         except Exception as error:
             logger.exception("the pause failed")
-            await send_json(send, 500, {"error": f"Failed to pause generation: {error}"})
-            return True
-        if paused:
-            await send_json(send, 200, {"status": "paused"})
-        return paused
+            return Reply(500, {"error": f"Failed to pause generation: {error}"})
+        return Reply(200, {"status": "paused"}) if paused else None
 
     async def _end_failed_update(self, state: Any, *, is_mixed: bool = False) -> None:
         try:
@@ -222,10 +229,44 @@ class ServerMiddleware:
             await client.update_weight_version(INCOMPLETE_VERSION)
 
 
-async def _json_of(receive: Receive) -> Any:
+async def call_app(app: ASGIApp, scope: Scope, receive: Receive, path: str, content: Any) -> tuple[int, bytes]:
+    """POST `content` to the app's own route `path` in this process, as a part of the request `scope`: (status, body).
+
+    The caller has read the body of its request; what `receive` still yields is the client's disconnect, which the route
+    sees, so that an abandoned generation is aborted.
+    """
+    body = json.dumps(content).encode()
+    inner = {**scope, **_path(path), "method": "POST", "query_string": b""}
+    inner["headers"] = [
+        *((key, value) for key, value in scope["headers"] if key not in REPLACED_HEADERS),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    given = False
+    status, parts = 500, []
+
+    async def inner_receive() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def inner_send(message: Message) -> None:
+        nonlocal status
+        if message["type"] == "http.response.start":
+            status = message["status"]
+        elif message["type"] == "http.response.body":
+            parts.append(message.get("body", b""))
+
+    await app(inner, inner_receive, inner_send)
+    return status, b"".join(parts)
+
+
+async def _json_of(request: Request) -> Any:
     """The body; None where it is no JSON."""
     try:
-        return json.loads(await read_body(receive))
+        return await request.json()
     except ValueError:
         return None
 

@@ -19,7 +19,7 @@ from rltool.engines.delta.store import Store, StoreError, open_store
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.weights.delta_writer import DeltaWriter
 from rltool.weights.memory import Memory
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 
 REPORT_SECONDS = 0.2
@@ -30,8 +30,8 @@ class _Written:
     def wait(self, seconds: float) -> None: ...
 
 
-class DeltaSender:
-    """See HoldingSender. One for all engines: a version is written once."""
+class DeltaSender(SenderTransport):
+    """One for all engines: a version is written once."""
 
     device = torch.device("cpu")
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from rltool.engines.delta.chain import File, Held
 from rltool.engines.delta.messages import Kind, flat_of, header
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
+from rltool.weights.delta_encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import vllm
@@ -29,10 +30,11 @@ class _Sent:
     def wait(self, seconds: float) -> None: ...
 
 
-class DeltaGroupSender:
-    """See HoldingSender. Sends what the encoder has made of each bucket, over the group of another sender."""
+class DeltaGroupSender(SenderTransport):
+    """Sends what the encoder has made of each bucket, over the group of another sender."""
 
     device = torch.device("cpu")
+    encoder: DeltaEncoder
 
     def __init__(self, group: SenderTransport, options: SenderOptions) -> None:
         assert options.encoder is not None, "WeightSender has one with weights.delta"

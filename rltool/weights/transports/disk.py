@@ -22,7 +22,7 @@ from torch import Tensor
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import bucket_bytes, split_flat
 from rltool.weights.memory import Memory
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 
 VERSIONS_KEPT = 2
@@ -43,8 +43,8 @@ class _Written:
     def wait(self, seconds: float) -> None: ...
 
 
-class DiskSender:
-    """See HoldingSender. Writes into a temporary sibling, which `finish` renames: a reader never sees half a
+class DiskSender(SenderTransport):
+    """Writes into a temporary sibling, which `finish` renames: a reader never sees half a
     version."""
 
     device = torch.device("cpu")

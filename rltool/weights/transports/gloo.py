@@ -15,7 +15,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from rltool.engines import wire
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 from rltool.weights.transports.rendezvous import host_rendezvous
 from rltool.weights.transports.sglang_group import open_sglang_group
@@ -35,7 +35,7 @@ class _Nothing:
     def wait(self, seconds: float) -> None: ...
 
 
-class GlooSender:
+class GlooSender(SenderTransport):
     """See SenderTransport. A blocked gloo call ends with its timeout, or once the engine has left the group: torch has
     no way to abort it."""
 

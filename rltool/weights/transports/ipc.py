@@ -18,13 +18,13 @@ from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import bucket_bytes
 from rltool.errors import EngineError
 from rltool.weights.memory import NONE, Memory
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, Transport, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
 from rltool.weights.transports.sglang_tensors import serialized_bucket
 
 
-class IpcSender:
-    """See AcknowledgedSender and HoldingSender. The channel's thread fills the buffer, and waits for what `ready` is
+class IpcSender(SenderTransport):
+    """The channel's thread fills the buffer, and waits for what `ready` is
     told."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:

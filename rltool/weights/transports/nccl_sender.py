@@ -12,14 +12,14 @@ from torch import Tensor
 from rltool.engines import nccl
 from rltool.engines.types import Bucket, EngineInfo
 from rltool.engines.wire import bucket_bytes
-from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, TransportError
+from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, TransportError
 
 COMPLETE_SECONDS = 5.0
 """For each bucket that an engine still waits for when its sync is given up: an engine that lives takes it at once."""
 
 
-class NcclSender:
-    """See SenderTransport. Subclasses say where the engine finds the unique id, and when its ranks join.
+class NcclSender(SenderTransport):
+    """Subclasses say where the engine finds the unique id, and when its ranks join.
 
     A worker that waits for a broadcast which never comes cannot be interrupted from outside, and an engine with such a
     worker has to be restarted. So a sync that is given up is completed first, with whatever is in a buffer, and fails

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rltool.engines.dialects import dialect
 from rltool.engines.inspection import NO_SUCH_ROUTE
+from rltool.engines.sglang import SglangDialect
 from rltool.engines.types import INCOMPLETE_VERSION, Bucket, EngineInfo, HttpRequest
 from rltool.engines.wire import dtype_of, tensor_bytes
 from rltool.errors import EngineError
@@ -44,7 +44,7 @@ class SglangControl:
         return [_version_request(INCOMPLETE_VERSION)]
 
     def leave(self, group: str) -> list[HttpRequest]:
-        return dialect("sglang").leave_transfer(group)
+        return SglangDialect().leave_transfer(group)
 
 
 def _version_request(version: str) -> HttpRequest:

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rltool.engines.dialects import dialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
+from rltool.engines.vllm import VllmDialect
 from rltool.weights.transport import NO_TRANSFER, Rendezvous
 
 
@@ -42,7 +42,7 @@ class VllmControl:
         return []
 
     def leave(self, group: str) -> list[HttpRequest]:
-        return dialect("vllm").leave_transfer(group)
+        return VllmDialect().leave_transfer(group)
 
 
 class PluginUpdateControl(VllmControl, ABC):

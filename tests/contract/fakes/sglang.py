@@ -78,6 +78,7 @@ class FakeSglang:
     tp: int = 1
     dp: int = 1
     device: str = "cuda"
+    dtype: str = "float32"
     memory_saver: bool = True
     cpu_backup: bool = False
     logits: list[float] | None = None
@@ -317,7 +318,7 @@ class FakeSglang:
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response({
             "version": self.version, "served_model_name": "policy", "tp_size": self.tp, "pp_size": 1,
-            "dp_size": self.dp, "enable_dp_attention": False, "dtype": "float32", "device": self.device,
+            "dp_size": self.dp, "enable_dp_attention": False, "dtype": self.dtype, "device": self.device,
             "model_path": self.model_path,
             "weight_version": self._start_weight_version if self._since(18) else self.weight_version,
             "startup_time": {"load_weight": self.boot},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -12,23 +13,30 @@ import requests
 
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import FleetPolicy
+from rltool.gateway.fleet import POLICY, FleetView
 from rltool.gateway.main import gateway, served
 from rltool.gateway.parts import Parts
 from tests.contract.fakes.scripted import ScriptedVllm
 
 KEY = "gateway-test-key"
 START_SECONDS = 120.0
+QUICK = FleetPolicy(probe_seconds=0.05, canary_seconds=0.05)
 
 
 @dataclass
 class Gateway:
-    """Context manager. `kill` is the end of a process that nobody asked: connections drop, nothing is wound up."""
+    """Context manager. `kill` is the end of a process that nobody asked: connections drop, nothing is wound up.
+
+    parts: what its Parts have beside the usual. With `follows` it is sent its engines by `view`."""
 
     directory: Path
     tokenizer: Path
     engines: list[ScriptedVllm]
     options: dict[str, Any] = field(default_factory=dict)
     port: int = 0
+    policy: FleetPolicy = POLICY
+    parts: dict[str, Any] = field(default_factory=dict)
 
     def __enter__(self) -> Self:
         key_file = self.directory / "gateway.key"
@@ -41,6 +49,7 @@ class Gateway:
             endpoints=tuple(EngineEndpoint(url=e.url, dialect="vllm", plugin=True) for e in self.engines),
             sessions=self.directory / "sessions",
             key_file=key_file,
+            **self.parts,
         )
         self._loop = asyncio.new_event_loop()
         self._failure: BaseException | None = None
@@ -76,12 +85,22 @@ class Gateway:
 
     async def _run(self) -> None:
         self._ending = asyncio.Event()
+        self._views: asyncio.Queue[FleetView] = asyncio.Queue()
+        views = self._sent_views() if self._parts.follows else None
         async with (
-            gateway(self._config, self._parts) as app,
+            gateway(self._config, self._parts, views, policy=self.policy) as app,
             served(app, "127.0.0.1", self.port, shutdown_seconds=0.1) as self.port,
         ):
             self._started.set()
             await self._ending.wait()
+
+    async def _sent_views(self) -> AsyncIterator[FleetView]:
+        while True:
+            yield await self._views.get()
+
+    def view(self, view: FleetView) -> None:
+        """As a rollout manager writes it."""
+        self._loop.call_soon_threadsafe(self._views.put_nowait, FleetView.from_json(view.to_json()))
 
     # -- what a trainer does
 

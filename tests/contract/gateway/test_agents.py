@@ -24,6 +24,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import UsageError
+from rltool.processes.worker_pool import WorkerLost
 from rltool.rollout.dump import read_dump
 from rltool.rollout.sample import Sample
 from rltool.training import record
@@ -95,10 +96,12 @@ def test_the_event_loop_takes_the_descriptor_of_a_worker_that_has_ended(gateway)
         agents, session = FunctionAgents(f"{PLACE}:misbehaves", workers=1), gateway.open()
         try:
             await outcome(agents, task_of(session, "is fine"))
-            worker = agents._workers[0]
+            worker = agents._pool.workers[0]
             assert worker is not None
             descriptor = worker._socket.fileno()
-            await worker.end("the test wants so")
+            worker.lose(WorkerLost("the test wants so"))
+            while worker._socket.fileno() == descriptor:
+                await asyncio.sleep(0)
             pairs = [socket.socketpair() for _ in range(8)]  # the kernel gives out the lowest free numbers
             try:
                 [(again, other)] = [
@@ -125,11 +128,11 @@ def test_episodes_are_shared_out_before_the_workers_are_ready(gateway):
         agents, session = FunctionAgents(f"{PLACE}:misbehaves", workers=2), gateway.open()
         running = [asyncio.ensure_future(outcome(agents, task_of(session, "hangs"))) for _ in range(4)]
         await asyncio.sleep(0)
-        shares = [worker.episodes for worker in agents._workers if worker is not None]
+        shares = [len(worker.jobs) for worker in agents._pool.workers if worker is not None]
         for task in running:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
-        left = [worker.episodes for worker in agents._workers if worker is not None]
+        left = [len(worker.jobs) for worker in agents._pool.workers if worker is not None]
         await agents.close()
         return shares + left
 

@@ -13,12 +13,12 @@ import pytest
 import requests
 
 from rltool.engines.client import EngineClient
-from rltool.gateway.engines import ROUTING_KEY_HEADER
+from rltool.engines.types import ROUTING_KEY_HEADER
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.store import SessionStore
 from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
-from tests.contract.gateway.running import Gateway
+from tests.contract.gateway.running import QUICK, Gateway
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 CLAUDE_HI = {**HI, "max_tokens": 9}
@@ -231,7 +231,7 @@ def test_what_an_engine_aborted_is_taken_up_with_both_versions(gateway, session,
 
 
 def test_without_an_engine_a_turn_fails_within_its_time(engine, tokenizer_dir, tmp_path):
-    with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.5}) as gateway:
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"turn_timeout": 0.5}, policy=QUICK) as gateway:
         session = gateway.open()
         engine.die()
         for path, body in (

@@ -1,20 +1,17 @@
-"""Which settings of [algorithm] belong together. A setting that would be accepted and then do nothing is refused.
-
-Pure but for importing the functions that the configuration names.
-"""
+"""Rules between the keys of [algorithm] and [critic], and those beside them; see rltool/config/rules.py. A setting that
+would be accepted and then do nothing is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.import_path import load_callable
-from rltool.config.train import TrainConfig
-from rltool.engines.inspection import max_logprobs
-from rltool.errors import UsageError
-from rltool.training.routing_replay import check_routing_replay
+from rltool.config.base import Config
+
+if TYPE_CHECKING:
+    from rltool.config.train import TrainConfig
 
 
 class Needs(NamedTuple):
@@ -25,67 +22,30 @@ class Needs(NamedTuple):
     words: str
 
 
-def _estimator(*names: str) -> Needs:
-    return Needs(
-        lambda a: a.own_advantage or a.advantage in names,
-        " or ".join(f'algorithm.advantage = "{name}"' for name in names),
-    )
-
-
-def _objective(*names: str) -> Needs:
-    return Needs(
-        lambda a: a.own_objective or a.objective in names,
-        " or ".join(f'algorithm.objective = "{name}"' for name in names),
-    )
-
-
 _KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
-    lambda a: a.advantage not in ("distill", "gdpo", "none"),
+    lambda a: a.advantage.kind not in ("distill", "gdpo", "none"),
     "an algorithm.advantage that is made from one reward a sample",
 )
-_WEIGHTS = Needs(lambda a: a.is_weights != "none", "algorithm.is_weights")
-_MASK = Needs(lambda a: a.is_mask != "none", "algorithm.is_mask")
 _RECOMPUTED = Needs(
     lambda a: a.old_logprobs == "trainer",
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
     "the same",
 )
-_CLIP = _objective("ppo", "cispo", "gmpo")
-_SAPO = _objective("sapo")
 _CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
-    "credit": _estimator("grpo", "reinforce_pp", "gae"),
-    "turn_gamma": Needs(
-        lambda a: a.credit == "turn" and (a.own_advantage or a.advantage == "grpo"),
-        'algorithm.credit = "turn" and algorithm.advantage = "grpo"',
-    ),
-    "normalize_std": _estimator("grpo"),
-    "normalize_std_over": Needs(
-        lambda a: a.own_advantage or (a.advantage == "grpo" and a.normalize_std),
-        'algorithm.advantage = "grpo" and algorithm.normalize_std = true',
-    ),
     "reward_clip": _REWARDS,
     "distill_coef": Needs(
-        lambda a: a.advantage != "distill", 'another algorithm.advantage than "distill", which is nothing but that term'
+        lambda a: a.advantage.kind != "distill",
+        'another algorithm.advantage than "distill", which is nothing but that term',
     ),
     "distill_top_k": Needs(lambda a: a.distill_kl_coef > 0, "algorithm.distill_kl_coef above 0"),
-    "gamma": _estimator("reinforce_pp", "reinforce_pp_baseline", "gae"),
-    "gae_lambda": _estimator("gae"),
-    "value_clip": Needs(lambda a: a.advantage == "gae", 'algorithm.advantage = "gae"'),
     "overlong_buffer": Needs(
-        lambda a: a.advantage not in ("distill", "gdpo", "remax", "none"),
+        lambda a: a.advantage.kind not in ("distill", "gdpo", "remax", "none"),
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
-    "ratio": _objective("ppo", "cispo"),
-    "clip_low": _CLIP,
-    "clip_high": _CLIP,
-    "dual_clip": _objective("ppo"),
-    "sapo_temperature_pos": _SAPO,
-    "sapo_temperature_neg": _SAPO,
-    "entropy_coef_step": Needs(lambda a: a.entropy_target is not None, "algorithm.entropy_target"),
     "top_entropy_fraction": Needs(
         lambda a: a.old_logprobs == "trainer",
         'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
@@ -97,46 +57,43 @@ EFFECTIVE: dict[str, Needs] = {
     "reference_update_steps": _KL,
     "kl_in": _KL,
     "kl_target": _KL,
-    "kl_gain": Needs(lambda a: a.kl_target is not None, "algorithm.kl_target"),
     "kl_estimator": _KL,
     "kl_unbiased": Needs(
         lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'
     ),
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
-    "is_cap": _WEIGHTS,
-    "is_floor": _WEIGHTS,
-    "is_normalize": _WEIGHTS,
     "is_veto": _RECOMPUTED,
-    "is_mask_low": _MASK,
-    "is_mask_high": _MASK,
 }
 """Settings of the policy loss that need another one; those not named here always count."""
 
 OF_THE_POLICY_GRADIENT = (
-    "whiten_advantages", "distill_coef", "objective", "ratio", "clip_low", "clip_high", "dual_clip",
+    "whiten_advantages", "distill_coef", "objective",
     "off_policy_mask_threshold", "top_entropy_fraction", "clip_cov_fraction", "kl_cov_fraction", "is_weights",
     "is_mask", "is_veto",
 )  # fmt: skip
 """Settings that do nothing where all advantages are 0."""
 IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
+ROUTER_DROPS_EXPERTS = (
+    "sglang-router does not pass on which experts were chosen; leave the router out, and the run asks the engines"
+)
 SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Raises UsageError for the first combination that makes no sense, with the fix."""
+    """ValueError for the first combination that makes no sense."""
     algorithm = config.algorithm
     for name in changed(algorithm):
         value = getattr(algorithm, name)
         if algorithm.loss == "sft" and name not in SUPERVISED:
-            raise UsageError(
+            raise ValueError(
                 f'algorithm.{name} = {_toml(value)} has no meaning with algorithm.loss = "sft"; leave it out'
             )
         needs = EFFECTIVE.get(name)
         if needs is not None and not needs.holds(algorithm):
-            raise UsageError(
+            raise ValueError(
                 f"algorithm.{name} = {_toml(value)} would have no effect: it needs {needs.words}; set that, or leave "
                 f"algorithm.{name} out"
             )
@@ -144,7 +101,7 @@ def check_algorithm(config: TrainConfig) -> None:
     if config.algorithm.loss == "policy":
         _check_policy(config)
     elif config.epochs_per_rollout > 1:
-        raise UsageError(
+        raise ValueError(
             f'epochs_per_rollout = {config.epochs_per_rollout} has no meaning with algorithm.loss = "sft": nothing is '
             "rolled out, and steps above the length of the data already go through it again; leave it out"
         )
@@ -166,73 +123,70 @@ def _check_policy(config: TrainConfig) -> None:
         and algorithm.kl_estimator == "k1"
         and not algorithm.kl_unbiased
     ):
-        raise UsageError(
+        raise ValueError(
             'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, '
             'which does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or '
             'algorithm.kl_in = "reward"'
         )
     _check_distillation(config)
     if algorithm.routing_replay:
-        check_routing_replay(config)
+        _check_routing_replay(config)
     if algorithm.uses_reward_parts:
         _check_reward_parts(config)
     if algorithm.needs_greedy_baseline:
         _check_greedy_baseline(config)
     if algorithm.overlong_buffer > sampling.max_response_tokens:
-        raise UsageError(
+        raise ValueError(
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer} is longer than sampling.max_response_tokens = "
             f"{sampling.max_response_tokens}; it is the last part of these: lower it"
         )
-    if algorithm.advantage in IN_GROUPS and rollout.samples_per_prompt < 2:
-        raise UsageError(
-            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage}" makes every group '
+    if algorithm.advantage.kind in IN_GROUPS and rollout.samples_per_prompt < 2:
+        raise ValueError(
+            f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage.kind}" makes every group '
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
     if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
-        raise UsageError(
+        raise ValueError(
             f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step "
             "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
             "epochs_per_rollout, or use algorithm.clip_cov_fraction"
         )
     _check_credit(config)
     _check_mask_of_stale_tokens(config)
-    for name, takes in (("advantage", ("batch", "algorithm")), ("objective", ("logprobs", "tokens", "algorithm"))):
-        if ":" in getattr(algorithm, name):
-            load_callable(getattr(algorithm, name), setting=f"algorithm.{name}", takes=takes)
 
 
 def _check_distillation(config: TrainConfig) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
     asking = [name for name in ("distill_coef", "distill_kl_coef") if getattr(algorithm, name) > 0]
-    if algorithm.advantage == "distill":
+    if algorithm.advantage.kind == "distill":
         asking.insert(0, "advantage")
     if config.model.teacher is not None:
         _check_served_teacher(config)
     elif config.model.teacher_path is None and asking:
-        raise UsageError(
+        raise ValueError(
             f"algorithm.{asking[0]} = {_toml(getattr(algorithm, asking[0]))} needs model.teacher_path: weights of the "
             "same architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
-    if algorithm.advantage in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
-        raise UsageError(
-            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage}" uses no '
-            'rewards; use algorithm.kl_in = "loss"'
+    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+        raise ValueError(
+            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" uses '
+            'no rewards; use algorithm.kl_in = "loss"'
         )
-    if algorithm.advantage == "none" and not algorithm.own_objective:
+    if algorithm.advantage.kind == "none" and not algorithm.own_objective:
         _check_no_policy_gradient(algorithm)
 
 
 def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
     """Something is trained on, and nothing is set that acts on the policy gradient alone."""
     if algorithm.distill_kl_coef == 0:
-        raise UsageError(
+        raise ValueError(
             'algorithm.advantage = "none" leaves nothing to learn from: it is for algorithm.distill_kl_coef alone; set '
             "that, or another algorithm.advantage"
         )
     for name in changed(algorithm):
         if name in OF_THE_POLICY_GRADIENT:
-            raise UsageError(
+            raise ValueError(
                 f"algorithm.{name} = {_toml(getattr(algorithm, name))} would have no effect: algorithm.advantage = "
                 '"none" has no policy gradient; leave one of the two out'
             )
@@ -241,12 +195,12 @@ def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
 def _check_greedy_baseline(config: TrainConfig) -> None:
     """A greedy response can be sampled, and its reward is of the same kind as the samples'."""
     if config.rollout.agent is not None:
-        raise UsageError(
+        raise ValueError(
             'algorithm.advantage = "remax" needs a greedy episode of each prompt, and with rollout.agent the gateway '
             'samples every turn as [sampling] says; use algorithm.advantage = "rloo"'
         )
     if config.reward.group != "none":
-        raise UsageError(
+        raise ValueError(
             f'algorithm.advantage = "remax" and reward.group = "{config.reward.group}" contradict each other: the '
             "greedy response is in no group, so its reward would be of another kind; leave one of the two out"
         )
@@ -256,57 +210,57 @@ def _check_served_teacher(config: TrainConfig) -> None:
     """The teacher is a model of the run, and its log-probabilities mean what the trainer's do."""
     name, temperature = config.model.teacher, config.sampling.temperature
     if config.model.teacher_path is not None:
-        raise UsageError("model.teacher and model.teacher_path are each a whole teacher: keep one of them")
+        raise ValueError("model.teacher and model.teacher_path are each a whole teacher: keep one of them")
     if name not in config.models:
         known = ", ".join(config.models) or "none"
-        raise UsageError(f'model.teacher = "{name}" is no model of the run ({known}): name its path in [models.{name}]')
+        raise ValueError(f'model.teacher = "{name}" is no model of the run ({known}): name its path in [models.{name}]')
     if config.models[name].path is None:
-        raise UsageError(f"model.teacher needs models.{name}.path: its tokenizer is compared with the model's")
+        raise ValueError(f"model.teacher needs models.{name}.path: its tokenizer is compared with the model's")
     if temperature != 1:
-        raise UsageError(
+        raise ValueError(
             f"model.teacher scores at temperature 1, and sampling.temperature is {temperature:g}: the trainer's "
             "log-probabilities would be those of another distribution; set it to 1, or use model.teacher_path"
         )
-    if config.algorithm.uses_teacher_topk:
-        _check_teachers_engines(config)
-
-
-def _check_teachers_engines(config: TrainConfig) -> None:
-    """vLLM servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
-    topk = config.algorithm.distill_top_k
-    for group in config.engines.groups:
-        if group.model == config.model.teacher and group.engine == "vllm" and max_logprobs(group.flags) < topk:
-            raise UsageError(
-                f"algorithm.distill_top_k = {topk} is more than the engines of group {group.name!r} give "
-                f'({max_logprobs(group.flags):g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
-            )
 
 
 def _check_reward_parts(config: TrainConfig) -> None:
     """Several rewards, which reach the advantages as they were scored."""
     if not config.reward.parts:
-        raise UsageError(
+        raise ValueError(
             'algorithm.advantage = "gdpo" needs [[reward.parts]]: it normalises each of several rewards by itself; '
             'with one reward use algorithm.advantage = "grpo"'
         )
     if config.reward.group != "none":
-        raise UsageError(
+        raise ValueError(
             f'reward.group = "{config.reward.group}" would have no effect: algorithm.advantage = "gdpo" is made of '
             "[[reward.parts]] as they were scored; leave one of the two out"
         )
     if config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward":
-        raise UsageError(
+        raise ValueError(
             'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
             'alone; use algorithm.kl_in = "loss"'
         )
 
 
+def _check_routing_replay(config: TrainConfig) -> None:
+    """The experts that engines choose can reach the samples."""
+    setting = "algorithm.routing_replay = true"
+    if config.rollout.agent is not None:
+        raise ValueError(
+            f"{setting} and rollout.agent contradict each other: the gateway does not record which experts were "
+            "chosen; use rollout.environment, or leave one of the two out"
+        )
+    if config.engines.router is not None or config.engines.start_router:
+        named = "engines.start_router = true" if config.engines.start_router else "engines.router (--router)"
+        raise ValueError(f"{setting} and {named} contradict each other: {ROUTER_DROPS_EXPERTS}")
+
+
 def _check_credit(config: TrainConfig) -> None:
     """Something may give a sample several turns."""
     rollout = config.rollout
-    if config.algorithm.credit == "turn" and not (rollout.environment or rollout.agent or rollout.generate_function):
-        raise UsageError(
-            'algorithm.credit = "turn" would have no effect: built-in generation has one turn; set '
+    if config.algorithm.credits_turns and not (rollout.environment or rollout.agent or rollout.generate_function):
+        raise ValueError(
+            'algorithm.advantage.credit = "turn" would have no effect: built-in generation has one turn; set '
             "rollout.environment, rollout.agent or rollout.generate_function, or leave it out"
         )
 
@@ -316,7 +270,7 @@ def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
     limit, bound = config.algorithm.mask_tokens_older_than, config.rollout.max_staleness
     if limit is None or limit < bound or (limit == bound and config.rollout.partial_rollout):
         return
-    raise UsageError(
+    raise ValueError(
         f"algorithm.mask_tokens_older_than = {limit} would have no effect: rollout.max_staleness = {bound} lets no "
         "token be trained on that is older; set algorithm.mask_tokens_older_than below rollout.max_staleness, or "
         "leave it out"
@@ -328,12 +282,12 @@ def _check_critic(config: TrainConfig) -> None:
     if not config.algorithm.uses_critic:
         for name, field in CriticConfig.model_fields.items():
             if (value := getattr(config.critic, name)) != field.default:
-                raise UsageError(
+                raise ValueError(
                     f'critic.{name} = {_toml(value)} would have no effect: it needs algorithm.advantage = "gae"; set '
                     "that, or leave [critic] out"
                 )
     elif config.critic.warmup_rollouts >= config.steps:
-        raise UsageError(
+        raise ValueError(
             f"critic.warmup_rollouts = {config.critic.warmup_rollouts} leaves the policy no step to train in: the run "
             f"has steps = {config.steps}; lower the one or raise the other"
         )
@@ -341,7 +295,7 @@ def _check_critic(config: TrainConfig) -> None:
 
 def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
     if not (algorithm.uses_teacher_logprobs or algorithm.uses_teacher_topk):
-        raise UsageError(
+        raise ValueError(
             f'{setting} would have no effect: set algorithm.advantage = "distill" (or to your own function), '
             "algorithm.distill_coef or algorithm.distill_kl_coef, or leave it out"
         )
@@ -352,4 +306,11 @@ def _toml(value: object) -> str:
         return f'"{value}"'
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, Config):
+        fields = type(value).model_fields.items()
+        set_ = [(key, getattr(value, key), field.default) for key, field in fields]
+        given = [(key, found) for key, found, default in set_ if found != default or key == "kind"]
+        if len(given) == 1:  # the kind alone
+            return _toml(given[0][1])
+        return f"{{{', '.join(f'{key} = {_toml(part)}' for key, part in given)}}}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,40 +1,38 @@
-"""engines.mode and engines.groups of a run: what contradicts what. Raises UsageError before anything is asked."""
+"""Rules between engines.mode, engines.groups and [weights]; see rltool/config/rules.py."""
 
 from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from rltool.config.engine_weights import EngineWeights
 from rltool.config.rollout import WeightsConfig
 from rltool.config.serve import POLICY
-from rltool.config.train import TrainConfig
-from rltool.engines.launch import order_of_file
-from rltool.errors import UsageError
-from rltool.training.disaggregated import check_halves
+
+if TYPE_CHECKING:
+    from rltool.config.train import TrainConfig
 
 
-def check_mode(config: TrainConfig) -> None:
-    """The relation between engines and trainer."""
+def check_engines(config: TrainConfig) -> None:
+    """The relation between engines and trainer. That external engines have an address is for the verbs to ask."""
+    if not config.needs_engines:
+        return
     engines = config.engines
     ipc = [_setting("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
     if ipc and not engines.shares_gpus:
-        raise UsageError(
+        raise ValueError(
             f'{ipc[0]} = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
             'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
         )
     if engines.mode == "external":
-        if not engines.external:
-            raise UsageError(
-                'engines.mode = "external" without an address: give --rollout-external HOST:PORT or '
-                "--rollout-external @runs/NAME/endpoints.json "
-                "(`rltool serve-engines` starts engines and prints the line to paste)"
-            )
         return
     if engines.external:
-        raise UsageError(
+        raise ValueError(
             f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
             "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
         )
     if engines.router is not None:
-        raise UsageError(
+        raise ValueError(
             f'--router and engines.mode = "{engines.mode}" contradict each other: that router does not know the '
             "engines that train starts; set engines.start_router = true for one that does"
         )
@@ -46,7 +44,7 @@ def check_mode(config: TrainConfig) -> None:
 def check_turns(config: TrainConfig) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
     if config.rollout.max_staleness:
-        raise UsageError(
+        raise ValueError(
             f'engines.mode = "colocate" and rollout.max_staleness = {config.rollout.max_staleness} contradict each '
             "other: engines on the trainer's GPUs sleep while it trains, so nothing is generated ahead; leave "
             'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
@@ -57,22 +55,22 @@ def check_turns(config: TrainConfig) -> None:
 
 def _check_weights_in_turns(weights: WeightsConfig, rule: EngineWeights | None, device: str) -> None:
     if weights.staged:
-        raise UsageError(
+        raise ValueError(
             f'{_setting("staged", rule)} and engines.mode = "colocate" contradict each other: engines that sleep '
             "generate nothing while weights arrive; leave it out"
         )
     if weights.delta:
-        raise UsageError(
+        raise ValueError(
             f'{_setting("delta", rule)} and engines.mode = "colocate" contradict each other: it is for engines that '
             "generate while patches arrive; leave it out"
         )
     if weights.transport == "nccl":
-        raise UsageError(
+        raise ValueError(
             f'{_setting("transport", rule)} = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins '
             'no two processes on one GPU; leave weights.transport at "auto"'
         )
     if weights.transport == "ipc" and device == "cpu":
-        raise UsageError(
+        raise ValueError(
             f'{_setting("transport", rule)} = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares '
             'memory of GPUs; leave weights.transport at "auto"'
         )
@@ -87,33 +85,63 @@ def _setting(name: str, rule: EngineWeights | None) -> str:
 
 def check_groups(config: TrainConfig) -> None:
     """What a run can start of engines.groups."""
-    order_of_file(config)  # UsageError where there is none
+    if all(group.role == "placeholder" for group in config.engines.groups):
+        raise ValueError(
+            f'engines.mode = "{config.engines.mode}": no engine to start: the configuration has no [[engines.groups]]; '
+            "see docs/engines.md"
+        )
     for group in config.engines.groups:
         if group.gpus:
-            raise UsageError(
+            raise ValueError(
                 f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
                 "(trainer.gpus), the ranks' first"
             )
         if group.engines_per_gpu > 1:
-            raise UsageError(
+            raise ValueError(
                 f"group {group.name!r}: engines_per_gpu is for serve-engines: the engines that a run starts have "
                 "bundles of their own, or share the trainer's GPUs; leave it out"
             )
     policy = [group for group in config.engines.groups if group.model == POLICY and group.role != "placeholder"]
     if not policy:
-        raise UsageError(
+        raise ValueError(
             f'engines.mode = "{config.engines.mode}" needs a group of the policy, which rollouts are sampled from'
         )
     roles, kinds = {group.role for group in policy}, {group.engine for group in policy}
     if config.engines.shares_gpus and roles != {"regular"}:
-        raise UsageError(
+        raise ValueError(
             'engines.mode = "colocate" and prefill and decode engines contradict each other: the caches of engines '
             "that sleep are gone, and with them what the two have registered for transfers; use another engines.mode"
         )
-    check_halves(roles, kinds, router=config.engines.start_router, pause_mode=config.weights.pause_mode)
+    why = halves_fault(roles, kinds, pause_mode=config.weights.pause_mode)
+    if why is not None:
+        raise ValueError(why)
     others = [g for g in config.engines.groups if g.model != POLICY and g.role in ("prefill", "decode")]
     if others:
-        raise UsageError(
+        raise ValueError(
             f"group {others[0].name!r}: a run asks regular engines of other models alone; `rltool serve-engines "
             "--config` starts the others"
         )
+
+
+def halves_fault(
+    roles: Collection[str], kinds: Collection[str | None], *, pause_mode: str | None
+) -> str | None:
+    """What a run cannot do with prefill and decode engines; None: nothing, or all are regular.
+
+    roles, kinds: of the engines that the policy is sampled from. pause_mode: weights.pause_mode; None: they are not
+    synced.
+    """
+    if not set(roles) - {"regular"}:
+        return None
+    if set(roles) != {"prefill", "decode"}:
+        named = " and ".join(sorted(set(roles)))
+        return f"engines of role {named}: prefill and decode go together, without regular ones"
+    if len(set(kinds)) > 1:
+        return "prefill and decode engines are all vLLM's or all SGLang's: their caches are not alike"
+    if pause_mode not in (None, "auto", "abort"):
+        return (
+            f'weights.pause_mode = "{pause_mode}" with prefill and decode engines: a KV cache of old weights would be '
+            'used after a sync; set weights.pause_mode = "abort", with which the tokens so far are kept, and their '
+            'cache is computed anew, or leave it at "auto"'
+        )
+    return None

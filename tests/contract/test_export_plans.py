@@ -1,0 +1,106 @@
+"""Another plan than the full one, from the ranks into fake engines: no transport knows the difference."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cached_property, partial
+from typing import Any
+
+import pytest
+import torch
+
+from rltool.config.rollout import WeightsConfig
+from rltool.weights.comparison import Comparison
+from rltool.weights.transports import nccl_sender
+from rltool.weights.verify import ValueCheck
+from tests.contract import sync_rig
+from tests.contract.fakes import nccl as fake_nccl
+from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
+from tests.contract.sync_rig import version
+from tests.export_plans import LAYERS, SCALE, adapted_model, adapter
+from tests.ranks import SenderRanks
+
+DEADLINE = 10.0
+ROUTES: list[tuple[str, dict[str, Any]]] = [
+    ("cpu", {"transport": "gloo"}),
+    ("cpu", {"transport": "gloo", "delta": True}),
+    ("cpu", {"transport": "gloo", "staged": True}),
+    ("cpu", {"transport": "disk"}),
+    ("cuda", {"transport": "nccl"}),
+]
+OF_THE_PLUGIN_ALONE = ("delta", "staged")
+
+
+class Ranks(SenderRanks):
+    """Of a model with an adapter, which alone is exported."""
+
+    @cached_property
+    def plan(self):
+        return adapter()
+
+    def weights(self, step):
+        return adapted_model(step)
+
+    def stream(self, step):
+        model = self.weights(step)
+        return self.plan.made(lambda parameter: model[parameter.name])
+
+    async def logprobs(self, batch):
+        return batch.rollout_logprobs.clone()
+
+
+def expected(step: int) -> dict[str, torch.Tensor]:
+    """What an engine holds, worked out without the plan."""
+    model, found = adapted_model(step), {}
+    for layer in range(LAYERS):
+        at, name = f"decoder.layers.{layer}.down", f"base_model.model.layers.{layer}.down"
+        found[f"{name}.lora_A.weight"] = model[f"{at}.lora_a"].half()
+        found[f"{name}.lora_B.weight"] = (SCALE * model[f"{at}.lora_b"]).half()
+    return found
+
+
+def assert_holds(engine: Any, step: int) -> None:
+    wanted = expected(step)
+    if isinstance(engine, FakeSglang):
+        assert engine.weights == {name: tensor.numpy().tobytes() for name, tensor in wanted.items()}
+        return
+    assert engine.tensors.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert engine.tensors[name].dtype == torch.float16 and torch.equal(engine.tensors[name], tensor)
+
+
+@pytest.mark.parametrize(("device", "weights"), ROUTES, ids=str)
+def test_an_adapter_arrives_by_value_and_checksums_and_comparison_follow_its_plan(
+    monkeypatch, stack, two, tmp_path, device, weights
+):
+    fake_nccl.installed(monkeypatch)
+    monkeypatch.setattr(nccl_sender, "COMPLETE_SECONDS", 0.5)
+    engines: list[Any] = list(two)
+    if not any(name in weights for name in OF_THE_PLUGIN_ALONE):
+        engines.append(stack.enter_context(FakeSglang()))
+    for engine in engines:
+        engine.device, engine.dtype = device, "float16"
+
+    async def run() -> None:
+        config = WeightsConfig(bucket_bytes=60, **weights)
+        ranks = partial(Ranks, deadline=DEADLINE)
+        async with sync_rig.rig(engines, ranks, config, tmp_path, deadline=DEADLINE, trainer_device=device) as r:
+            for url, endpoint in r.endpoints.items():
+                r.endpoints[url] = endpoint.model_copy(update={"plugin": r.infos[url].plugin})
+            for step in (1, 2):
+                report = await r.sync.sync(version(step))
+                assert report.failed == {} and len(report.updated) == len(engines)
+                assert report.bytes == r.ranks.plan.bytes == sum(t.nbytes for t in expected(step).values())
+                for engine in engines:
+                    assert_holds(engine, step)
+            check = ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256)
+            comparison = Comparison(r.client, r.fleet, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE)
+            name = f"base_model.model.layers.{LAYERS - 1}.down.lora_B.weight"
+            two[1].tensors[name] = two[1].tensors[name] / SCALE
+            found = await comparison.compare([engine.url for engine in engines])
+            right = found.pop(two[0].url)
+            assert right.equal and f"{2 * LAYERS} of {2 * LAYERS} parameters are bit-equal" in right.lines[0]
+            assert found.pop(two[1].url).lines[1] == f"the first parameter that differs: {name}"
+            assert all(verdict.equal for verdict in found.values())
+
+    asyncio.run(run())
