@@ -317,9 +317,10 @@ def test_what_a_worker_answered_before_it_ended_counts_also_where_its_end_is_see
             answered = asyncio.ensure_future(agents.run(hello("is fine")))
             await asyncio.sleep(0)
             await agents._pool.ready()
-            await asyncio.sleep(0)  # it is given the episode
             worker = agents._pool.workers[0]
-            assert worker is not None and select.select([worker._socket], [], [], 60.0)[0]
+            assert worker is not None
+            await asyncio.sleep(0.2)  # it is given the episode; the loop stands still from here on
+            assert select.select([worker._socket], [], [], 60.0)[0]
             worker.process.kill()
             worker.process.wait()
             return await asyncio.gather(agents.run(hello("is fine")), answered)

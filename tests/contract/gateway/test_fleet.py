@@ -64,7 +64,7 @@ class Manager:
     def join(self, *engines: ScriptedVllm) -> None:
         for engine in engines:
             endpoint = EngineEndpoint(url=engine.url, dialect="vllm", plugin=True)
-            self.fleet.add_probed(endpoint, fleets.info_of(endpoint, boot_id=engine.boot_id))
+            self.fleet.add_probed(endpoint, fleets.info_of(endpoint, boot_id=engine.boot_id, model_id="policy"))
 
     def pause(self, *engines: ScriptedVllm) -> None:
         for engine in engines:
