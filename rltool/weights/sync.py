@@ -74,8 +74,8 @@ class WeightSync:
         engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
         rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
         """
-        self._updates = []
         with garbage.paused():
+            self._updates = []
             if self.gpus is None:
                 return await self._sync(version, check_all=check_all, only=only)
             asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
