@@ -52,16 +52,15 @@ class RewardPool:
     options: keyword arguments of every call. workers: processes for a plain
     function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
     timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
-    are lost, an async function's are not). models: what an async function that takes `context` reaches by it. slower:
-    seconds that each sample takes longer.
+    are lost, an async function's are not). models: what an async function that takes `context` reaches by it.
     """
 
     def __init__(
         self, function_path: str, *, workers: int, timeout: float, refuse_changes: bool = False,
-        models: Models | None = None, options: Mapping[str, Any] | None = None, slower: float = 0.0,
+        models: Models | None = None, options: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._timeout, self._refuse_changes = timeout, refuse_changes
-        self._options, self._slower = dict(options or {}), slower
+        self._options = dict(options or {})
         self._function = load_reward(function_path, self._options)
         self.is_async = is_async(self._function)
         asks = wants_context(self._function)
@@ -69,7 +68,7 @@ class RewardPool:
         self._keywords = self._options | ({CONTEXT: RewardContext(self._models)} if asks else {})
         self._workers = WorkerPool(
             "a reward worker", "rltool.rollout.reward_worker:main",
-            (import_path_of(function_path), self._options, refuse_changes, slower),
+            (import_path_of(function_path), self._options, refuse_changes),
             workers=0 if self.is_async else workers,
         )  # fmt: skip
         self._workers.start()
@@ -142,8 +141,6 @@ class RewardPool:
 
     async def _call(self, sample: Sample, text: str) -> float:
         before = copy.deepcopy(sample) if self._refuse_changes else sample
-        if self._slower:
-            await asyncio.sleep(self._slower)
         try:
             reward = finite(await self._function(sample, text, **self._keywords))
         except SystemExit as error:  # of a task it would end the event loop

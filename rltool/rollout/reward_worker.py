@@ -13,7 +13,6 @@ import inspect
 import math
 import pickle
 import queue
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,9 +27,9 @@ REASON_CHARACTERS = 2000
 
 
 def main(
-    parent: Parent, function_path: str, options: Mapping[str, Any], refuse_changes: bool, slower: float
-) -> None:  # fmt: skip
-    """Serve until killed. options: keyword arguments of each call. slower: seconds that each takes longer."""
+    parent: Parent, function_path: str, options: Mapping[str, Any], refuse_changes: bool
+) -> None:
+    """Serve until killed. options: keyword arguments of each call."""
     try:
         function = functools.partial(load_callable(function_path, setting="reward.function"), **options)
     except UsageError as error:
@@ -43,7 +42,6 @@ def main(
         samples: list[bytes] = pickle.loads(group)
         parent.answer(number, ACCEPTED)
         for packed in samples:
-            time.sleep(slower)
             parent.answer(number, _score(function, packed, refuse_changes))
 
 

@@ -85,8 +85,6 @@ def test_an_adapter_arrives_by_value_and_checksums_and_comparison_follow_its_pla
         config = WeightsConfig(bucket_bytes=60, **weights)
         ranks = partial(Ranks, deadline=DEADLINE)
         async with sync_rig.rig(engines, ranks, config, tmp_path, deadline=DEADLINE, trainer_device=device) as r:
-            for url, endpoint in r.endpoints.items():
-                r.endpoints[url] = endpoint.model_copy(update={"plugin": r.infos[url].plugin})
             for step in (1, 2):
                 report = await r.sync.sync(version(step))
                 assert report.failed == {} and len(report.updated) == len(engines)
@@ -94,10 +92,10 @@ def test_an_adapter_arrives_by_value_and_checksums_and_comparison_follow_its_pla
                 for engine in engines:
                     assert_holds(engine, step)
             check = ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256)
-            comparison = Comparison(r.client, r.fleet, r.endpoints, r.infos, r.ranks, check, deadline=DEADLINE)
+            comparison = Comparison(r.set, r.ranks, check, deadline=DEADLINE)
             name = f"base_model.model.layers.{LAYERS - 1}.down.lora_B.weight"
             two[1].tensors[name] = two[1].tensors[name] / SCALE
-            found = await comparison.compare([engine.url for engine in engines])
+            found = await comparison.compare(list(r.fleet.members()))
             right = found.pop(two[0].url)
             assert right.equal and f"{2 * LAYERS} of {2 * LAYERS} parameters are bit-equal" in right.lines[0]
             assert found.pop(two[1].url).lines[1] == f"the first parameter that differs: {name}"

@@ -319,7 +319,8 @@ def test_what_a_worker_answered_before_it_ended_counts_also_where_its_end_is_see
             await agents._pool.ready()
             worker = agents._pool.workers[0]
             assert worker is not None
-            await asyncio.sleep(0.2)  # it is given the episode; the loop stands still from here on
+            for _ in range(10):  # it is given the episode; too short for its answer, which the loop must not read yet
+                await asyncio.sleep(0)
             assert select.select([worker._socket], [], [], 60.0)[0]
             worker.process.kill()
             worker.process.wait()

@@ -49,13 +49,6 @@ def test_rewards_come_in_the_order_of_the_samples(function):
     assert score([], function=function) == []
 
 
-@pytest.mark.parametrize("function", ["plain", "awaits"])
-def test_a_reward_that_is_made_slower_takes_that_long(function):
-    """Longer than it may take: that needs no clock."""
-    (reason,) = reasons(score([sample()], function=function, timeout=0.5, slower=600.0))
-    assert "0.5 s" in str(reason)
-
-
 def test_an_object_with_an_async_call_is_an_async_function():
     assert score([sample()], function="judge") == [3.0]
 
