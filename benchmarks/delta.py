@@ -36,10 +36,10 @@ from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import bring
 from rltool.engines.delta.store import open_store
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.transfer.wire import bucket_bytes, meta_of, plan_buckets, split_flat
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import bucket_bytes, meta_of, plan_buckets, split_flat
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.weights.connections import Trainer
 from rltool.weights.delta_writer import DeltaWriter

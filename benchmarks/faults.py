@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.pictures import standalone
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint, resolve
-from rltool.engines.vllm import VllmDialect
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states

@@ -32,10 +32,10 @@ from pathlib import Path
 import aiohttp
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.rollout.data_plane import DataPlane
 from tests.tiny_models import write_tiny_qwen2

@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import GenerateRequest, SamplingParams
 

@@ -38,13 +38,13 @@ from benchmarks.weight_sync_engines import KINDS, Server, checksums, fingerprint
 from benchmarks.weight_sync_models import SIZES, parameter_shapes, vllm_checksums, write_model
 from benchmarks.weight_sync_weights import SOURCES, Weights, make_weights
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import controls
+from rltool.engines.dialects.checksums import compare, with_ranks
+from rltool.engines.dialects.table import controls
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.ipc import gpu_uuid
+from rltool.engines.transfer.ipc import gpu_uuid
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import HttpRequest
-from rltool.engines.wire import bucket_bytes
 from rltool.processes import garbage
 from rltool.weights.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.sender import SendReport, WeightSender

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 
 from benchmarks.weight_sync_models import random_weights
-from rltool.engines.nccl import Communicator, NcclLibrary
+from rltool.engines.transfer.nccl import Communicator, NcclLibrary
 
 CHUNK = 1 << 30
 SECONDS = 60.0

@@ -23,8 +23,8 @@ from pydantic import BaseModel
 
 from rltool import __version__
 from rltool.config.serve import ENGINES
-from rltool.engines.dialects import launches
-from rltool.engines.supported import newest
+from rltool.engines.dialects.supported import newest
+from rltool.engines.dialects.table import launches
 from rltool.environments.sandbox import walls_of_this_host
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.gpus import Gpu, visible_gpus

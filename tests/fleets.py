@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import EngineInfo
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.transfer.wire import meta_of
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import meta_of
 from rltool.errors import EngineError
 from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from rltool.checkpoints.logits import Read, megatron_logits, transformers_logits
-from rltool.engines.wire import dtype_of
+from rltool.engines.transfer.wire import dtype_of
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime

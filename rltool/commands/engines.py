@@ -15,8 +15,8 @@ import typer
 from rltool.commands.tables import engine_table
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint, resolve
-from rltool.engines.lease import holder_of_this_process
-from rltool.engines.resume import Resumed, resume_engines
+from rltool.engines.fleet.lease import holder_of_this_process
+from rltool.engines.fleet.resume import Resumed, resume_engines
 from rltool.engines.run_client import EngineStatus, choose_driver
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run

@@ -14,7 +14,7 @@ from rltool.config.loader import load_config
 from rltool.config.router import RouterConfig
 from rltool.config.serve import POLICY
 from rltool.engines.endpoints import resolve
-from rltool.engines.joining import join, leave, users_of_router
+from rltool.engines.fleet.joining import join, leave, users_of_router
 from rltool.errors import UsageError
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_choice import train_command

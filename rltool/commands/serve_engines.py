@@ -16,9 +16,10 @@ from rltool.config.loader import load_config
 from rltool.config.serve import EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.joining import join, leave, users_of_engines
-from rltool.engines.launch import (
+from rltool.engines.fleet.joining import join, leave, users_of_engines
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.plan import describe_plan
+from rltool.engines.launch.start import (
     Order,
     check_order,
     check_processes,
@@ -29,8 +30,7 @@ from rltool.engines.launch import (
     order_of_flags,
     parse_gpus,
 )
-from rltool.engines.plan import describe_plan
-from rltool.engines.startup import Phase, Show, in_lines
+from rltool.engines.launch.startup import Phase, Show, in_lines
 from rltool.errors import UsageError
 from rltool.masking import masked
 from rltool.models.hub import local_model, with_local_models

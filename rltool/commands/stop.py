@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from rltool.commands.tables import say_no_run
-from rltool.engines.joining import leave, users_of_engines
-from rltool.engines.plan import is_router
+from rltool.engines.fleet.joining import leave, users_of_engines
+from rltool.engines.launch.plan import is_router
 from rltool.engines.run_client import DRIVER_ROLE
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.processes.state import is_elsewhere, read_states

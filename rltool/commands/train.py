@@ -73,7 +73,7 @@ def train(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.engines.endpoints import files_in
-    from rltool.engines.launch import parse_gpus
+    from rltool.engines.launch.start import parse_gpus
     from rltool.processes.run_lock import RunLock
 
     flags = {

@@ -11,10 +11,10 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from rltool.config.base import Config
 
 ENGINES: dict[str, str] = {
-    "vllm": "rltool.engines.vllm:VllmDialect",
-    "sglang": "rltool.engines.sglang:SglangDialect",
+    "vllm": "rltool.engines.dialects.vllm:VllmDialect",
+    "sglang": "rltool.engines.dialects.sglang:SglangDialect",
 }
-"""Engine kind -> the import path of its dialect, which rltool.engines.dialects imports. In the order in which a server
+"""Engine kind -> the import path of its dialect, which rltool.engines.dialects.table imports. In the order in which a server
 of unknown kind is asked what it is: rltool's plugin gives vLLM SGLang's /model_info too."""
 
 

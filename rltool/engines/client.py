@@ -15,9 +15,9 @@ from typing import Any, Self
 
 import aiohttp
 
-from rltool.engines.checksums import Checksums
-from rltool.engines.dialect import MEMORY_TAGS, Controls, Generates, Inspects, MemoryTag, SleepLevel
-from rltool.engines.dialects import controls, detections, dialect, inspects, none_of_ours
+from rltool.engines.dialects.checksums import Checksums
+from rltool.engines.dialects.protocol import MEMORY_TAGS, Controls, Generates, Inspects, MemoryTag, SleepLevel
+from rltool.engines.dialects.table import controls, detections, dialect, inspects, none_of_ours
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import making_sense_of, quote, read_body, read_reply

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from rltool.config.base import Config
 from rltool.config.serve import EngineKind
-from rltool.engines.dialects import ROUTER
+from rltool.engines.dialects.table import ROUTER
 from rltool.engines.types import EngineInfo, EngineRole
 from rltool.errors import EngineError, UsageError
 from rltool.processes.files import write_text_atomic
@@ -39,7 +39,7 @@ class EngineEndpoint(Config):
     dialect: EngineKind | None = None
     group: str = "default"
     role: EngineRole = "regular"
-    """prefill and decode: of which a request needs one each (engines/disaggregation.py)."""
+    """prefill and decode: of which a request needs one each (engines/fleet/disaggregation.py)."""
     bootstrap_port: int | None = None
     """Where a prefill and a decode engine meet: SGLang's of prefill engines; NIXL's side channel of each of vLLM's."""
     tp: int = 1

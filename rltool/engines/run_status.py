@@ -10,10 +10,10 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.liveness import says_dead
-from rltool.engines.plan import is_router
+from rltool.engines.fleet.liveness import says_dead
+from rltool.engines.launch.plan import is_router
 from rltool.engines.run_client import Driver, RunStatus, driver_of
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest

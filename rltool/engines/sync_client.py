@@ -10,7 +10,7 @@ from typing import Any
 
 import requests
 
-from rltool.engines.dialects import detections, dialect, none_of_ours
+from rltool.engines.dialects.table import detections, dialect, none_of_ours
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.replies import quote, read_reply, too_large
 from rltool.engines.types import CONTROL_REPLY_BYTES, EngineInfo, HttpRequest

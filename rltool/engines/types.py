@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from rltool.engines.sampling_mask import SamplingMask
+from rltool.engines.dialects.sampling_mask import SamplingMask
 from rltool.errors import MissingLogprobs
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -1,4 +1,4 @@
-"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet.py, rollout/data_plane.py).
+"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet/fleet.py, rollout/data_plane.py).
 
 A gateway that is given addresses probes them by itself. It compares no versions: it cannot know which weights are the
 newest, and records those that each token was sampled with.
@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, FleetPolicy, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.gateway.parts import Parts

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.gateway import GatewayConfig
-from rltool.engines.disaggregation import samples_alone
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, files_in, parse_address, resolve
+from rltool.engines.fleet.disaggregation import samples_alone
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError

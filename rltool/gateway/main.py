@@ -16,7 +16,7 @@ from rltool.chat.parsers.registry import PARSERS
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.fleet import FleetPolicy
+from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, Engines, FleetView, views_on_stdin
 from rltool.gateway.parts import Parts
 from rltool.gateway.registry import Sessions

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rltool.engines.transfer.wire import dtype_of, plan_buckets, tensor_bytes
 from rltool.engines.types import Bucket, TensorMeta
-from rltool.engines.wire import dtype_of, plan_buckets, tensor_bytes
 from rltool.models.base import Family, Parameter
 
 Make = Callable[[Parameter, Tensor], list[Tensor]]

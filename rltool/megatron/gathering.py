@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltool.config.parallel import ParallelLayout
-from rltool.engines.wire import dtype_of
+from rltool.engines.transfer.wire import dtype_of
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Parameter

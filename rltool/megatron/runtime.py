@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from rltool.config.parallel import ParallelLayout
-from rltool.engines.wire import host_store
+from rltool.engines.transfer.wire import host_store
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.patches import cpu_mode
 from rltool.processes.hosts import interface_of, is_loopback

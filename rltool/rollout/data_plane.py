@@ -13,7 +13,7 @@ for them; a new session goes to the engine with the fewest requests, then the fe
 session is a header, which its policy "manual" follows.
 
 Where engines have the role "prefill", each request goes to one of them and to one of the others, which takes over its
-KV cache (engines/disaggregation.py).
+KV cache (engines/fleet/disaggregation.py).
 
 Every completion's weight versions are judged on arrival. One that this run cannot train on is never returned: its
 engine is reported stale, the event is counted, and the request is sent again.
@@ -28,11 +28,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rltool.engines import disaggregation
-from rltool.engines.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State
+from rltool.engines.fleet import disaggregation
+from rltool.engines.fleet.disaggregation import CacheOutdated, PrefillFailed
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside

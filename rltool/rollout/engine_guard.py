@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State
-from rltool.engines.fleet_state import QUIET
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
+from rltool.engines.fleet.state import QUIET
 from rltool.errors import RltoolError
 from rltool.processes.excerpt import excerpt
 

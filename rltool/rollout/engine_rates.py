@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Member
+from rltool.engines.fleet.fleet import Member
 from rltool.engines.types import EngineCounters, Tally
 
 ASK_SECONDS = 2.0

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget
 from rltool.processes.tasks import Background

@@ -1,7 +1,7 @@
 """The task that keeps the fleet's facts up to date and carries out what it decides: probes, canary requests, router
 membership, log.
 
-The fleet (engines/fleet.py) is pure; this is its I/O. Rules of what a failure means stand there.
+The fleet (engines/fleet/fleet.py) is pure; this is its I/O. Rules of what a failure means stand there.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from rltool.config.serve import Task
-from rltool.engines.canary import canary
 from rltool.engines.client import HEALTH_SECONDS
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State, Transition
-from rltool.engines.fleet_state import QUIET
+from rltool.engines.fleet.canary import canary
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State, Transition
+from rltool.engines.fleet.state import QUIET
 from rltool.errors import EngineError, UsageError
 from rltool.processes.tasks import Background, TaskFailed
 from rltool.rollout.loop_lag import LoopLag

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State
-from rltool.engines.lease import ask_lease, has_died
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
+from rltool.engines.fleet.lease import ask_lease, has_died
 from rltool.engines.plugin.lease import Action, Answer
 from rltool.engines.types import EngineInfo, Holder
 from rltool.errors import EngineConflict, EngineError, RltoolError

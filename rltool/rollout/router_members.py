@@ -21,9 +21,9 @@ from typing import Literal, Protocol
 from urllib.parse import urlsplit
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State, Transition
-from rltool.engines.fleet_state import QUIET
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State, Transition
+from rltool.engines.fleet.state import QUIET
 from rltool.errors import EngineError, EngineUnreachable, TrainingStopped
 from rltool.router.workers import Worker
 

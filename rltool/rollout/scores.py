@@ -15,8 +15,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 from rltool.processes.tasks import all_of

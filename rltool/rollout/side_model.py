@@ -13,8 +13,8 @@ from pathlib import Path
 from rltool.config.serve import Task
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import EngineInfo
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_restarts import EngineRestarts

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rltool.config.router import RouterConfig
 from rltool.config.serve import POLICY
-from rltool.engines.dialects import ROUTER, dialect
+from rltool.engines.dialects.table import ROUTER, dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, files_in, resolve
-from rltool.engines.plan import router_role
+from rltool.engines.launch.plan import router_role
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, EngineUnreachable, UsageError

@@ -9,10 +9,10 @@ from contextlib import suppress
 
 from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.joining import users_of_router
-from rltool.engines.launch import Order
-from rltool.engines.liveness import serves
-from rltool.engines.plan import planned_routers
+from rltool.engines.fleet.joining import users_of_router
+from rltool.engines.fleet.liveness import serves
+from rltool.engines.launch.plan import planned_routers
+from rltool.engines.launch.start import Order
 from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, RltoolError

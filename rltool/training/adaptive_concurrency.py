@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
 from rltool.engines.types import EngineLoad
 from rltool.rollout.concurrency import ConcurrencyController
 from rltool.rollout.data_plane import DataPlane

@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
 from rltool.config.train import RayConfig
-from rltool.engines.plan import Host
+from rltool.engines.launch.plan import Host
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment
 from rltool.processes.leftovers import remove_abandoned, temporary_directory

@@ -21,11 +21,11 @@ from torch import Tensor
 from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
-from rltool.engines.checksums import Compared, compare, with_ranks
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect, inspects
-from rltool.engines.disaggregation import samples_alone
+from rltool.engines.dialects.checksums import Compared, compare, with_ranks
+from rltool.engines.dialects.table import dialect, inspects
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet.disaggregation import samples_alone
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan

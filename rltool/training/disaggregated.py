@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from rltool.config.engine_rules import halves_fault
 from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HALVES
 from rltool.errors import UsageError

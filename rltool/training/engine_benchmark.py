@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import PauseMode
-from rltool.engines.dialects import controls
+from rltool.engines.dialects.protocol import PauseMode
+from rltool.engines.dialects.table import controls
 from rltool.engines.endpoints import EngineEndpoint
 
 

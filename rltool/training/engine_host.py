@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError, RayError
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.host_engines import HostEngines
-from rltool.engines.plan import PortNeeds, url_of
-from rltool.engines.startup import Phase
+from rltool.engines.launch.host_engines import HostEngines
+from rltool.engines.launch.plan import PortNeeds, url_of
+from rltool.engines.launch.startup import Phase
 from rltool.errors import PartLost
 from rltool.processes.files import write_text_atomic
 from rltool.processes.output import redirect_output

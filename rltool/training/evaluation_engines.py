@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.run_client import EngineStatus
 from rltool.errors import EngineError
 from rltool.rollout.lease import LeaseTerms

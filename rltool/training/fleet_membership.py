@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineConflict, EngineError, EngineRejected, EngineUnreachable, UnknownEngine, UsageError

@@ -14,7 +14,7 @@ from rltool.config.gateway import GatewayConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import EngineInfo
 from rltool.environments.loading import load_episodes
 from rltool.errors import RltoolError

@@ -16,9 +16,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rltool.engines.dialects import controls
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State
+from rltool.engines.dialects.table import controls
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, RltoolError
 from rltool.megatron.offload import PARTS

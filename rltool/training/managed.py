@@ -24,9 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rltool.config.serve import EngineLaunch
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
-from rltool.engines.engine_ready import process_role
-from rltool.engines.launch import order_of_file
-from rltool.engines.plan import (
+from rltool.engines.launch.plan import (
     EnginePlan,
     Host,
     PortNeeds,
@@ -39,7 +37,9 @@ from rltool.engines.plan import (
     seat_slots,
     url_of,
 )
-from rltool.engines.startup import describe
+from rltool.engines.launch.ready import process_role
+from rltool.engines.launch.start import order_of_file
+from rltool.engines.launch.startup import describe
 from rltool.errors import RltoolError
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
-from rltool.engines.memory_flags import takes_turns
-from rltool.engines.plan import Slot, engine_slots
+from rltool.engines.dialects.memory_flags import takes_turns
+from rltool.engines.launch.plan import Slot, engine_slots
 from rltool.errors import UsageError
 from rltool.training.devices import Device
 

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rltool.config.train import RayConfig
-from rltool.engines.plan import Host
+from rltool.engines.launch.plan import Host
 from rltool.training.placement import Bundle
 from rltool.training.ray_calls import Waiting, get_all
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet.engine_set import EngineSet
 from rltool.errors import RltoolError
 from rltool.rollout.data_plane import DataPlane
 from rltool.rollout.engine_guard import EngineGuard

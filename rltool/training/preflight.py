@@ -12,13 +12,13 @@ from typing import Any
 from rltool.config.loader import Loaded
 from rltool.config.serve import ENGINES
 from rltool.config.train import TrainConfig
-from rltool.engines import supported
 from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
-from rltool.engines.dialects import controls, dialect
+from rltool.engines.dialects import supported
+from rltool.engines.dialects.sampling_mask import logprobs_of
+from rltool.engines.dialects.table import controls, dialect
 from rltool.engines.endpoints import EngineEndpoint, KeyUnreadable, ModelEndpoints, resolve
-from rltool.engines.lease import leased_to_another
-from rltool.engines.sampling_mask import logprobs_of
+from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError

@@ -13,7 +13,7 @@ from rltool.config.loader import Loaded
 from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import ModelEndpoints
-from rltool.engines.plan import EnginePlan
+from rltool.engines.launch.plan import EnginePlan
 from rltool.errors import UsageError
 from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
-from rltool.engines import supported
-from rltool.engines.dialect import PauseMode
+from rltool.engines.dialects import supported
+from rltool.engines.dialects.protocol import PauseMode
 from rltool.rollout.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from rltool.engines.memory_flags import memory_flag
-from rltool.engines.plan import describe_plan
+from rltool.engines.dialects.memory_flags import memory_flag
+from rltool.engines.launch.plan import describe_plan
 from rltool.terminal import Console
 from rltool.training.placement import PlacementPlan
 from rltool.training.preflight import describe_engines, describe_fleet

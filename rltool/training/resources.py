@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.launch import check_processes
-from rltool.engines.plan import EnginePlan, Host
+from rltool.engines.launch.plan import EnginePlan, Host
+from rltool.engines.launch.start import check_processes
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster import cluster_hosts

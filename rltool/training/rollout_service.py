@@ -20,8 +20,8 @@ from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError

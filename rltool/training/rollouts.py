@@ -12,7 +12,7 @@ from typing import Any, cast
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineStatus, RunStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError

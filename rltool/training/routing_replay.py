@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm_rules import ROUTER_DROPS_EXPERTS
 from rltool.config.train import TrainConfig
-from rltool.engines.routed_experts import FLAG
+from rltool.engines.dialects.routed_experts import FLAG
 from rltool.engines.types import EngineInfo, Routing
 from rltool.errors import TrainingStopped, UsageError
 from rltool.models.base import Family

@@ -15,7 +15,7 @@ import rltool
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.algorithms.controllers import Coefficients
 from rltool.checkpoints.directory import latest_checkpoint, step_of, sweep
-from rltool.engines.lease import holder_of_this_process
+from rltool.engines.fleet.lease import holder_of_this_process
 from rltool.engines.weight_version import Lineage
 from rltool.errors import PartLost, UsageError
 from rltool.processes.files import write_json_atomic

@@ -12,7 +12,7 @@ import ray
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
-from rltool.engines.ipc import gpu_uuid
+from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.megatron.export_plan import ExportPlan, drain
 from rltool.megatron.offload import Part
 from rltool.processes import garbage

@@ -17,7 +17,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig
-from rltool.engines.dialects import launches
+from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
 from rltool.models.base import Family

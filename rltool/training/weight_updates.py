@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member, State
 from rltool.errors import RltoolError
 from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted

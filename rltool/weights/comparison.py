@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rltool.engines.checksums import Checksums, Compared, compare, with_ranks
-from rltool.engines.disaggregation import generate_at
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Member
+from rltool.engines.dialects.checksums import Checksums, Compared, compare, with_ranks
+from rltool.engines.fleet.disaggregation import generate_at
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Member
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.dialects import controls
+from rltool.engines.dialects.table import controls
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Member, State
-from rltool.engines.resume import TRANSFER_GROUP as GROUP
+from rltool.engines.fleet.fleet import Member, State
+from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.export_plan import ExportPlan

@@ -17,9 +17,9 @@ from rltool.engines.delta import chain
 from rltool.engines.delta.chain import Anchor, File, Held, Manifest, Patch
 from rltool.engines.delta.patch import flat_patch, whole_file
 from rltool.engines.delta.store import Store
+from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import bucket_bytes, split_flat
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rltool.engines.checksums import DigestKind
+from rltool.engines.dialects.checksums import DigestKind
 
 TILE = 8192
 """32-bit words whose hashes one program of SGLang's kernel adds up."""

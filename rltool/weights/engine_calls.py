@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
+from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineTimedOut, EngineUnreachable
 from rltool.weights.liveness import while_alive

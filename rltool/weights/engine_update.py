@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from rltool.engines import supported
-from rltool.engines.dialect import PauseMode
-from rltool.engines.dialects import controls
-from rltool.engines.disaggregation import generate_at
-from rltool.engines.fleet import Fleet, Member, State
-from rltool.engines.resume import TRANSFER_GROUP as GROUP
+from rltool.engines.dialects import supported
+from rltool.engines.dialects.protocol import PauseMode
+from rltool.engines.dialects.table import controls
+from rltool.engines.fleet.disaggregation import generate_at
+from rltool.engines.fleet.fleet import Fleet, Member, State
+from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError

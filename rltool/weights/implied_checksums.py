@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rltool.engines.checksums import parts_of_parameters
-from rltool.engines.wire import dtype_of
+from rltool.engines.dialects.checksums import parts_of_parameters
+from rltool.engines.transfer.wire import dtype_of
 from rltool.megatron.export_plan import ExportPlan
 from rltool.models.base import Parameter
 from rltool.weights.digests import DIGESTS

@@ -1,10 +1,10 @@
 """How an engine keeps a model's parameters and what its digests of them are, where that can be worked out beside it.
-Pure; what differs between engines is in their dialects (rltool/engines/inspection.py)."""
+Pure; what differs between engines is in their dialects (rltool/engines/dialects/inspection.py)."""
 
 from __future__ import annotations
 
-from rltool.engines.checksums import Checksums, ParameterLayout, tensor_parallel_size
-from rltool.engines.dialects import inspects
+from rltool.engines.dialects.checksums import Checksums, ParameterLayout, tensor_parallel_size
+from rltool.engines.dialects.table import inspects
 from rltool.engines.types import EngineInfo
 
 

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from rltool.engines.dialect import Controls, SleepLevel
-from rltool.engines.dialects import controls, launches
+from rltool.engines.dialects.protocol import Controls, SleepLevel
+from rltool.engines.dialects.table import controls, launches
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import UsageError
 from rltool.megatron.offload import Part

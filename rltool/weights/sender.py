@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.wire import bucket_bytes
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan, Stream, drain
 from rltool.processes import garbage

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import Stream
 

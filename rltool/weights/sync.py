@@ -25,11 +25,11 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import bucket_bytes
 from rltool.processes import garbage
 from rltool.processes.tasks import beside
 from rltool.weights.connections import Connections, Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rltool.engines.checksums import Compared
+from rltool.engines.dialects.checksums import Compared
 from rltool.engines.types import Completion
 
 NAMED = 5

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineError, RltoolError, TrainingStopped

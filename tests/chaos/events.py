@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import RltoolError
 from rltool.rollout.data_plane import KEEPS_REQUESTS

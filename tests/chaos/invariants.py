@@ -10,7 +10,7 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Mapping
 
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.training.rollout_service import Rollout, RolloutService

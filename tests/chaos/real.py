@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 import psutil
 
 from rltool.config.router import RouterConfig
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Sequence
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.run_client import DRIVER_ROLE, Driver, EngineStatus, driver_of
 from rltool.engines.sync_client import probe
 from rltool.engines.weight_version import WeightVersion

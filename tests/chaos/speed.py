@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
 
 from rltool.engines.client import EngineClient
-from rltool.engines.fleet import FleetPolicy
+from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.rollout import collector, data_plane, fleet_monitor
 from rltool.training import fleet_membership, rollout_service, weight_updates
 from rltool.weights import engine_calls, engine_update, liveness

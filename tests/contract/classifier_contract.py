@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from rltool.engines.canary import canary
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet.canary import canary
 from rltool.errors import EngineRejected
 
 TOKENS = (40, 41, 17, 90, 33, 5)

@@ -11,8 +11,8 @@ from typing import Any, Generic, TypeVar
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import EngineRole
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.connections import Trainer

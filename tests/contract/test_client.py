@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from rltool.engines.client import EngineClient, RetryPolicy, _Temporary
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs, UsageError

@@ -16,7 +16,7 @@ import torch
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, FleetPolicy, State
+from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout import engine_restarts

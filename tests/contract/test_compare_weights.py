@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rltool.cli import main
-from rltool.engines.checksums import Compared
+from rltool.engines.dialects.checksums import Compared
 from rltool.weights.verdict import Sampled, verdict
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

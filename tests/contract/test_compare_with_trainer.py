@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.fleet import Member
+from rltool.engines.fleet.fleet import Member
 from rltool.weights.comparison import Comparison
 from rltool.weights.verify import ValueCheck
 from tests import fleets

@@ -15,7 +15,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta import messages
 from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import Rebuilt
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.plugin import prefetch as prefetching
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transports import nccl_sender

@@ -20,7 +20,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta import chain
 from rltool.engines.delta.follow import Report, follow
 from rltool.engines.delta.store import open_store
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineRejected
 from rltool.weights.memory import Memory

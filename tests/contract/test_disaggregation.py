@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import pytest
 
 from rltool.engines.client import EngineClient
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.errors import EngineRejected
 from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineGroup
-from rltool.engines import liveness, relaunch
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.launch import Order, launch_engines
-from rltool.engines.liveness import serves
-from rltool.engines.plan import Model
+from rltool.engines.fleet import liveness
+from rltool.engines.fleet.liveness import serves
+from rltool.engines.launch import relaunch
+from rltool.engines.launch.plan import Model
+from rltool.engines.launch.start import Order, launch_engines
 from rltool.engines.sync_client import probe
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartPolicy

@@ -13,7 +13,7 @@ import pytest
 from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.fleet import FleetPolicy, State
+from rltool.engines.fleet.fleet import FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, TrainingStopped, UnknownEngine, UsageError
 from rltool.processes.run_directory import RunDirectory, open_run

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, FleetPolicy, State, Transition
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State, Transition
 from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
 from rltool.processes.tasks import beside

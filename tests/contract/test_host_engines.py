@@ -15,9 +15,8 @@ import pytest
 
 from rltool.config.serve import EngineGroup, EngineLaunch
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.host_engines import HostEngines
-from rltool.engines.launch import Order, launch_engines
-from rltool.engines.plan import (
+from rltool.engines.launch.host_engines import HostEngines
+from rltool.engines.launch.plan import (
     EnginePlan,
     Host,
     Model,
@@ -29,6 +28,7 @@ from rltool.engines.plan import (
     seat_slots,
     url_of,
 )
+from rltool.engines.launch.start import Order, launch_engines
 from rltool.engines.sync_client import probe
 from rltool.errors import EngineError, UsageError
 from rltool.processes.ports import reserve_ports
@@ -207,7 +207,7 @@ def one_after_the_other(monkeypatch) -> list[EngineLaunch]:
         plan.extend(launches)
         return [[launch] for launch in launches]
 
-    monkeypatch.setattr("rltool.engines.launch.start_order", start_order)
+    monkeypatch.setattr("rltool.engines.launch.start.start_order", start_order)
     return plan
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.weights.memory import Memory
 from rltool.weights.sync_report import WeightSyncFailed
 from tests.contract import sync_rig

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from rltool.cli import main
-from rltool.engines import joining
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.joining import join, leave, users_of_engines, users_of_router
-from rltool.engines.launch import _beside, living_engines
+from rltool.engines.fleet import joining
+from rltool.engines.fleet.joining import join, leave, users_of_engines, users_of_router
+from rltool.engines.launch.start import _beside, living_engines
 from rltool.errors import EngineConflict, UnknownEngine, UsageError
 from rltool.processes.run_directory import list_runs, open_run
 from rltool.processes.state import free_role, state_of_this_process, write_state

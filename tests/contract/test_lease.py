@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from rltool.engines.client import EngineClient, RetryPolicy
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, State
-from rltool.engines.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
-from rltool.engines.resume import resume_engines
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State
+from rltool.engines.fleet.lease import ask_lease, has_died, holder_of_this_process, leased_to_another
+from rltool.engines.fleet.resume import resume_engines
 from rltool.engines.types import EngineInfo, GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.weights.transports import nccl_sender
 from tests.contract import sync_rig
 from tests.contract.fakes import nccl as fake_nccl

@@ -13,7 +13,7 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.wire import meta_of, plan_buckets
+from rltool.engines.transfer.wire import meta_of, plan_buckets
 from rltool.errors import EngineError
 from rltool.weights.sender import SendReport, WeightSender
 from rltool.weights.transport import Receiver, choose, transport

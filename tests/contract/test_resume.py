@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rltool.engines.client import EngineClient, RetryPolicy
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.resume import TRANSFER_GROUP, resume_engines
+from rltool.engines.fleet.resume import TRANSFER_GROUP, resume_engines
 from rltool.engines.types import Holder
 from rltool.weights.transport import Rendezvous, transport
 from tests.contract.fakes.sglang import FakeSglang

@@ -24,7 +24,7 @@ from rltool.cli import main
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.fleet import FleetPolicy
+from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.engines.types import Routing
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import (

@@ -13,10 +13,10 @@ from rltool.config.router import RouterConfig
 from rltool.config.serve import EngineGroup
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
-from rltool.engines.launch import Order
-from rltool.engines.plan import Model
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.launch.plan import Model
+from rltool.engines.launch.start import Order
 from rltool.engines.sync_client import send
 from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, UsageError

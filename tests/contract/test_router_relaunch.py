@@ -17,8 +17,8 @@ import pytest
 
 from rltool.config.serve import EngineGroup
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.launch import Order, launch_engines
-from rltool.engines.plan import Model
+from rltool.engines.launch.plan import Model
+from rltool.engines.launch.start import Order, launch_engines
 from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError

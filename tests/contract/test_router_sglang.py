@@ -13,8 +13,8 @@ import pytest
 from rltool.config.router import RouterConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run

@@ -13,12 +13,12 @@ import torch.distributed
 from safetensors.torch import save_file
 
 from rltool.engines.client import EngineClient, RetryPolicy
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.fleet import Fleet, State
+from rltool.engines.transfer.wire import host_store
 from rltool.engines.types import EngineLoad, GenerateRequest, HttpRequest, SamplingParams, TensorMeta
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import host_store
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.sglang_group import open_sglang_group

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines import disaggregation
-from rltool.engines.canary import canary
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.fleet import disaggregation
+from rltool.engines.fleet.canary import canary
+from rltool.engines.fleet.fleet import State
 from rltool.engines.types import Completion
 from rltool.errors import EngineError
 from rltool.weights.sync_report import WeightSyncFailed

@@ -14,7 +14,7 @@ import torch
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.errors import UsageError
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.transport import choose

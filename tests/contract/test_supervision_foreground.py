@@ -12,7 +12,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from rltool.engines.launch import living_engines
+from rltool.engines.launch.start import living_engines
 from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import open_run

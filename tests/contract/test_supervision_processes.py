@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.liveness import Liveness
+from rltool.engines.fleet.liveness import Liveness
 from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError
 from rltool.processes.leftovers import SHARED_MEMORY, make_temporary_directory, remove_abandoned

@@ -12,12 +12,12 @@ from rltool.config.loader import load_config
 from rltool.config.serve import ENGINES, EngineGroup
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Controls, Generates, Inspects, Launches
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.memory_flags import takes_turns
+from rltool.engines.dialects.protocol import Controls, Generates, Inspects, Launches
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.memory_flags import takes_turns
-from rltool.engines.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.training.preflight import check_fleet, probe_fleet, resolve_endpoints

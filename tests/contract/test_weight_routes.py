@@ -17,7 +17,7 @@ import torch
 from rltool.config.engine_weights import EngineWeights
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta import chain
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import FakeSglang, Fault

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.fleet import State
+from rltool.engines.fleet.fleet import State
 from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, engine_update, liveness
 from rltool.weights.memory import Memory

@@ -14,9 +14,9 @@ from itertools import accumulate
 import pytest
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.lease import ask_lease
+from rltool.engines.fleet.lease import ask_lease
 from rltool.engines.types import Completion, EngineLoad, GenerateRequest, Holder, HttpRequest, SamplingParams
 from rltool.errors import EngineError, EngineRejected
 from rltool.weights.transport import PausingControl, transport

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.checksums import compare, with_ranks
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.checksums import compare, with_ranks
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights import connections
 from rltool.weights.parameter_layout import ParameterLayout

@@ -23,11 +23,11 @@ import psutil
 import pytest
 
 from rltool.config.serve import EngineLaunch, Task
-from rltool.engines.dialect import Launches
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.protocol import Launches
+from rltool.engines.dialects.sglang import SglangDialect
+from rltool.engines.dialects.table import dialect
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.sglang import SglangDialect
-from rltool.engines.vllm import VllmDialect
 
 READY_SECONDS = 240.0
 """vLLM takes 20 to 33 s on an idle two-core machine; several test suites may share it."""

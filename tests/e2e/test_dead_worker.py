@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from rltool.engines.endpoints import Endpoints
-from rltool.engines.liveness import serves
+from rltool.engines.fleet.liveness import serves
 from rltool.engines.sync_client import probe
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, read_states

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.weights.comparison import Comparison
 from rltool.weights.verdict import Verdict
 from rltool.weights.verify import ValueCheck

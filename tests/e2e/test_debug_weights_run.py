@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from rltool.cli import main
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.weights.transports.disk import version_directory
 from tests.e2e.engines import RunningEngine, serving_vllm

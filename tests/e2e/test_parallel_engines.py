@@ -14,9 +14,9 @@ import pytest
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.dialects.table import dialect
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import Completion
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.connections import Trainer

@@ -20,14 +20,14 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
-from rltool.engines.resume import TRANSFER_GROUP as GROUP
-from rltool.engines.resume import resume_engines
+from rltool.engines.dialects.table import dialect
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
+from rltool.engines.fleet.resume import resume_engines
+from rltool.engines.transfer.wire import host_store
 from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest
 from rltool.engines.weight_version import WeightVersion
-from rltool.engines.wire import host_store
 from rltool.errors import EngineRejected
 from rltool.training.preflight import with_model_config
 from rltool.weights import connections

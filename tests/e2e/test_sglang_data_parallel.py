@@ -13,11 +13,11 @@ import pytest
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
-from rltool.engines.resume import TRANSFER_GROUP, resume_engines
-from rltool.engines.sglang import parse_reply
+from rltool.engines.dialects.sglang import parse_reply
+from rltool.engines.dialects.table import dialect
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.fleet.resume import TRANSFER_GROUP, resume_engines
 from rltool.engines.types import Completion, EngineInfo, Holder
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, UsageError

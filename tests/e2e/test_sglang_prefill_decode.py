@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineGroup
-from rltool.engines.launch import Order, launch_engines
-from rltool.engines.plan import Model
+from rltool.engines.launch.plan import Model
+from rltool.engines.launch.start import Order, launch_engines
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup
 from tests.e2e.engines import sglang_python

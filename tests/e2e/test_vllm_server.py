@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, OPEN_ROUTES
 from rltool.errors import EngineError
 from rltool.rollout.stop_strings import cut_at_stop

@@ -14,11 +14,11 @@ import pytest
 from safetensors.torch import save_file
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines import wire
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import dialect
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.dialects.table import dialect
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.transfer import wire
 from rltool.engines.types import TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from rltool.engines.checksums import Checksums, compare
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.checksums import Checksums, compare
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.engines.types import Completion
 from rltool.processes.run_directory import open_run

@@ -38,9 +38,9 @@ os.environ.update(
 import torch
 from safetensors.torch import load_file, save_file
 
-from rltool.engines import wire
+from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
-from rltool.engines.vllm_launch import WORKER_EXTENSION
 from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model
 from tests.ranks import flat_bytes
 

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
-from rltool.engines import wire
 from rltool.engines.client import EngineClient
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.nccl_vllm import PluginControl

@@ -56,10 +56,10 @@ OWNERS = {
         "checkpoints": "tensors are saved and compared",
         "training": "the driver shards batches",
         "engines/plugin": "what runs inside a vLLM server",
-        "engines/wire.py": "the wire contract, which trainer and plugin share",
+        "engines/transfer/wire.py": "the wire contract, which trainer and plugin share",
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
-        "engines/nccl.py": "communicators, which trainer and plugin share",
-        "engines/ipc.py": "memory that the trainer shares with the plugin",
+        "engines/transfer/nccl.py": "communicators, which trainer and plugin share",
+        "engines/transfer/ipc.py": "memory that the trainer shares with the plugin",
         "rollout/batching.py": "samples become tensors",
         "rollout/turns.py": "so do their turns",
         "quickstart/tiny_model.py": "makes a model",
@@ -113,7 +113,7 @@ IMPORTS_NOTHING_HEAVY = (
 )  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
 
-TORCH_ALONE = ("engines/wire.py", "engines/nccl.py", "engines/ipc.py", "engines/delta/")
+TORCH_ALONE = ("engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/delta/")
 """What trainer and plugin share; it needs torch."""
 
 
@@ -248,16 +248,16 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
         if found.module in ("rltool.models.weight_files", "rltool.models.hub"):  # which are looked at here themselves
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        shared = found.module.startswith(("rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta"))
+        shared = found.module.startswith(("rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta"))
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
 
 def test_the_plugin_needs_nothing_of_the_trainer():
-    allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types", "rltool.engines.sampling_mask"}
+    allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types", "rltool.engines.dialects.sampling_mask"}
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    shared = ("rltool.engines.plugin", "rltool.engines.wire", "rltool.engines.nccl", "rltool.engines.delta")
+    shared = ("rltool.engines.plugin", "rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta")
     assert {module for module in found if not module.startswith(shared)} <= allowed
 
 
@@ -434,7 +434,7 @@ def test_an_import_that_points_back_is_found(file, text):
     [
         ("rollout/data.py", "import torch"),
         ("weights/a.py", "def f():\n    from ray import get"),
-        ("engines/vllm.py", "import vllm.version"),
+        ("engines/dialects/vllm.py", "import vllm.version"),
     ],
 )
 def test_a_heavy_import_in_a_wrong_place_is_found(file, text):

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from rltool.engines.checksums import EMPTY, compare, parts_of_parameters, tensor_parallel_size, with_ranks
-from rltool.engines.dialects import dialect
-from rltool.engines.inspection import max_logprobs
+from rltool.engines.dialects.checksums import EMPTY, compare, parts_of_parameters, tensor_parallel_size, with_ranks
+from rltool.engines.dialects.inspection import max_logprobs
+from rltool.engines.dialects.table import dialect
 from rltool.errors import MissingLogprobs, UsageError
 
 

@@ -12,10 +12,10 @@ from pydantic import ValidationError
 
 from rltool.config.serve import EngineLaunch, ServeConfig, ServedModel
 from rltool.config.train import TrainConfig
-from rltool.engines.classification import check_head
-from rltool.engines.dialects import dialect
-from rltool.engines.launch import check_processes, order_of_file, order_of_flags
-from rltool.engines.plan import Host, Settings, engine_slots, plan_engines, seat_slots
+from rltool.engines.dialects.classification import check_head
+from rltool.engines.dialects.table import dialect
+from rltool.engines.launch.plan import Host, Settings, engine_slots, plan_engines, seat_slots
+from rltool.engines.launch.start import check_processes, order_of_file, order_of_flags
 from rltool.engines.plugin import info
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.data import PromptSet

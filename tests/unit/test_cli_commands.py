@@ -295,7 +295,7 @@ def test_a_dry_run_warns_of_lengths_that_vllm_refuses(runs, tmp_path, capsys, mo
     (tmp_path / "config.json").write_text(json.dumps(described))
     (tmp_path / "pytorch_model.bin").touch()
     (tmp_path / "tokenizer.json").touch()
-    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    monkeypatch.setattr("rltool.engines.launch.start.check_engine_python", lambda *_: None)
     argv = ["serve-engines", str(tmp_path), "--device", "cpu", "--dry-run", "--max-model-len", "64", *words]
     code, output = run_main(argv, capsys)
     assert code == 0 and ("warning: --max-model-len 64" in output) == warned

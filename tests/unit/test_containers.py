@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltool.cli import load_command
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted((ROOT / "containers").glob("*.Dockerfile"))

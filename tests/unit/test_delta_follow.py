@@ -10,7 +10,7 @@ import torch
 from rltool.engines.delta import chain
 from rltool.engines.delta.follow import Report, follow, newest
 from rltool.engines.delta.store import DirectoryStore, StoreError
-from rltool.engines.wire import meta_of, plan_buckets
+from rltool.engines.transfer.wire import meta_of, plan_buckets
 from rltool.weights.delta_writer import DeltaWriter
 from tests.ranks import flat_bytes
 

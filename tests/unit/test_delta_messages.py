@@ -20,8 +20,8 @@ from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.messages import MANIFEST_LIMIT, Kind, flat_of, header, take
 from rltool.engines.delta.patch import bits, patch_file
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
+from rltool.engines.transfer.wire import meta_of, plan_buckets, split_flat
 from rltool.engines.types import Bucket
-from rltool.engines.wire import meta_of, plan_buckets, split_flat
 from rltool.weights.delta_encoder import DeltaEncoder
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Rendezvous, SenderOptions, TransportError

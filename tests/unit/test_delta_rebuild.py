@@ -21,7 +21,7 @@ from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import CannotRebuild, bring
 from rltool.engines.delta.store import KeyMissing, Store
-from rltool.engines.wire import meta_of, plan_buckets, split_flat
+from rltool.engines.transfer.wire import meta_of, plan_buckets, split_flat
 from rltool.weights.delta_writer import DeltaWriter
 from tests.ranks import flat_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rltool.config.loader import Loaded
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
-from rltool.engines.plan import Host
+from rltool.engines.launch.plan import Host
 from rltool.engines.types import EngineInfo
 from rltool.processes.run_directory import RunDirectory
 from rltool.terminal import Console

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet
 from rltool.rollout.engine_guard import EngineGuard, RouterLost, TooFewEngines
 from tests import fleets
 from tests.clock import Clock

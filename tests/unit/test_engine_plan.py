@@ -11,9 +11,8 @@ import pytest
 from rltool.config.loader import load_config
 from rltool.config.serve import EngineGroup
 from rltool.config.train import TrainConfig
-from rltool.engines.dialects import dialect
-from rltool.engines.launch import order_of_file
-from rltool.engines.plan import (
+from rltool.engines.dialects.table import dialect
+from rltool.engines.launch.plan import (
     EnginePlan,
     Host,
     Model,
@@ -28,6 +27,7 @@ from rltool.engines.plan import (
     seat_slots,
     start_order,
 )
+from rltool.engines.launch.start import order_of_file
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.managed import expected_plan

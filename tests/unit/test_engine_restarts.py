@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.rollout import engine_restarts

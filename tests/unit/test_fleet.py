@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from rltool.engines.fleet import TRANSITIONS, Fleet, FleetPolicy, IllegalTransition, State
+from rltool.engines.fleet.fleet import TRANSITIONS, Fleet, FleetPolicy, IllegalTransition, State
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from tests import fleets
 from tests.clock import Clock

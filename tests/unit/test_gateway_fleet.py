@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from rltool.engines.fleet import Fleet, FleetPolicy, IllegalTransition, State
+from rltool.engines.fleet.fleet import Fleet, FleetPolicy, IllegalTransition, State
 from rltool.engines.weight_version import WeightVersion
 from rltool.gateway.fleet import EngineView, FleetView, FollowingFleet
 from tests import fleets

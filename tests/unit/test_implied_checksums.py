@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltool.engines.inspection import sglang_auto_dtype
+from rltool.engines.dialects.inspection import sglang_auto_dtype
 from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for

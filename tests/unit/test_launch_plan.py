@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import ServeConfig
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.engine_ready import check_identity, check_version
-from rltool.engines.interpreter import check_engine_python
-from rltool.engines.launch import (
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.interpreter import check_engine_python
+from rltool.engines.launch.ready import check_identity, check_version
+from rltool.engines.launch.start import (
     check_gpus,
     check_model,
     check_order,
@@ -44,7 +44,7 @@ def order(model, **options):
 
 @pytest.fixture
 def no_gpus(monkeypatch):
-    monkeypatch.setattr("rltool.engines.launch.visible_gpus", lambda: [])
+    monkeypatch.setattr("rltool.engines.launch.start.visible_gpus", lambda: [])
 
 
 def plan(model, run, **options):
@@ -251,7 +251,7 @@ def test_weights_that_are_missing_or_cut_off_are_refused_before_anything_starts(
 
 
 def test_other_formats_and_made_up_weights_are_the_engines_business(model, monkeypatch):
-    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    monkeypatch.setattr("rltool.engines.launch.start.check_engine_python", lambda *_: None)
     for flags in (("--load-format", "dummy"), ("--load-format=dummy",)):
         check_order(order(model, device="cpu", extra_args=flags))
     (model / "pytorch_model.bin").touch()
@@ -270,7 +270,7 @@ def test_heads_that_do_not_divide_over_the_gpus_are_refused(model, nested):
 
 
 def test_a_key_file_of_the_run_that_was_spoilt_is_found_before_an_engine_starts(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("rltool.engines.launch.check_engine_python", lambda *_: None)
+    monkeypatch.setattr("rltool.engines.launch.start.check_engine_python", lambda *_: None)
     served = open_run("a", create=True, root=tmp_path / "runs")
     served.key_file.write_text("one\ntwo\n")
     (model / "pytorch_model.bin").touch()

@@ -10,7 +10,7 @@ from ray.exceptions import RayError
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.startup import Phase
+from rltool.engines.launch.startup import Phase
 from rltool.training import managed
 from rltool.training.managed import ManagedEngines, by_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rltool.config.serve import EngineGroup
-from rltool.engines.memory_flags import memory_flag, takes_turns
+from rltool.engines.dialects.memory_flags import memory_flag, takes_turns
 
 
 @pytest.mark.parametrize(

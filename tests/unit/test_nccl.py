@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from rltool.engines import nccl
+from rltool.engines.transfer import nccl
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.transfer.wire import plan_buckets, tensor_bytes
 from rltool.engines.types import TensorMeta
-from rltool.engines.wire import plan_buckets, tensor_bytes
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions
 from rltool.weights.transports.nccl_sender import NcclSender
 from rltool.weights.transports.nccl_sglang import SGLANG

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines import nccl
 from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.messages import take
 from rltool.engines.delta.rebuild import Rebuilt
 from rltool.engines.plugin.channels import ChannelError, NcclChannel, read_bucket_file, receive_bytes
+from rltool.engines.transfer import nccl
 from rltool.engines.types import TensorMeta
 from rltool.weights.delta_encoder import DeltaEncoder
 from rltool.weights.transport import Receiver, SenderOptions

@@ -28,7 +28,7 @@ def test_the_middleware_needs_neither_ray_nor_megatron_nor_typer():
 
 
 def test_client_and_dialects_need_no_engine_package_and_no_torch():
-    loaded = modules_after("import rltool.engines.client, rltool.engines.vllm, rltool.engines.endpoints")
+    loaded = modules_after("import rltool.engines.client, rltool.engines.dialects.vllm, rltool.engines.endpoints")
     assert not {"vllm", "sglang", "torch", "ray", "megatron"} & set(loaded)
 
 

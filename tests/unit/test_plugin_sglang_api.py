@@ -2,8 +2,8 @@
 
 import pytest
 
+from rltool.engines.dialects.sglang import SglangDialect
 from rltool.engines.plugin.sglang_api import BadRequest, from_vllm, to_vllm
-from rltool.engines.sglang import SglangDialect
 from rltool.engines.types import GenerateRequest, SamplingParams
 
 

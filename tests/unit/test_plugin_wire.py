@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from rltool.engines import wire
+from rltool.engines.transfer import wire
 from rltool.engines.types import TensorMeta
 from rltool.weights.transports.rendezvous import local_address_towards
 from tests import ranks

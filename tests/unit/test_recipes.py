@@ -17,7 +17,7 @@ import pytest
 from rltool.cli import load_command
 from rltool.config.loader import Loaded, load_config
 from rltool.config.train import TrainConfig
-from rltool.engines.plan import Host
+from rltool.engines.launch.plan import Host
 from rltool.models import hub
 from rltool.processes.run_directory import RunDirectory
 from rltool.quickstart.compose import WARM_UP_STEPS, grpo_toml

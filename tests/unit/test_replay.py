@@ -9,7 +9,7 @@ import torch
 
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.replay import NotACopy, record_plan
-from rltool.engines.wire import meta_of, plan_buckets
+from rltool.engines.transfer.wire import meta_of, plan_buckets
 
 WIDTH = 6
 

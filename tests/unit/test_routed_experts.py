@@ -18,10 +18,10 @@ from rltool.config.loader import ConfigError, load_config
 from rltool.config.serve import EngineGroup, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines import arrays
-from rltool.engines.dialects import dialect
-from rltool.engines.launch import order_of_file
-from rltool.engines.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
-from rltool.engines.routed_experts import from_int32, from_npy
+from rltool.engines.dialects.routed_experts import from_int32, from_npy
+from rltool.engines.dialects.table import dialect
+from rltool.engines.launch.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
+from rltool.engines.launch.start import order_of_file
 from rltool.engines.types import (
     Completion,
     EngineInfo,

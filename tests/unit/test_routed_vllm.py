@@ -3,7 +3,7 @@ all of them."""
 
 import pytest
 
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.plugin.sglang_api import from_vllm, to_vllm
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError

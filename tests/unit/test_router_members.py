@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import Fleet, State, Transition
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State, Transition
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineUnreachable, TrainingStopped
 from rltool.rollout import router_members

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rltool.algorithms.mismatch import off_policy_metrics
-from rltool.engines.dialects import dialect
-from rltool.engines.fleet import Fleet
+from rltool.engines.dialects.table import dialect
+from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import Completion, Drafts, EngineCounters, Tally, VersionSpan
 from rltool.errors import EngineError
 from rltool.rollout.engine_rates import EngineRates, rates

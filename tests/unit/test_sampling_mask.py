@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rltool.engines import arrays
-from rltool.engines.dialects import dialect
-from rltool.engines.sampling_mask import SamplingMask, find_mask, logprobs_of
+from rltool.engines.dialects.sampling_mask import SamplingMask, find_mask, logprobs_of
+from rltool.engines.dialects.table import dialect
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.topk_head import head_logprobs_of, kept_distribution

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from rltool.config.train import TrainConfig
-from rltool.engines.engine_set import EngineSet
-from rltool.engines.fleet import State
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.data_plane import PoisonousRequest

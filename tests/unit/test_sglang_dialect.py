@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.sglang import SglangDialect, parse_reply
-from rltool.engines.sglang_launch import LAUNCHER
+from rltool.engines.dialects.sglang import SglangDialect, parse_reply
+from rltool.engines.dialects.sglang_launch import LAUNCHER
 from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 from rltool.weights.transport import transport

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 from rltool.commands import serve_engines
-from rltool.engines import engine_ready
-from rltool.engines.startup import STARTING, Phase, StartupLogs, advance, describe, in_lines, phase_of
+from rltool.engines.launch import ready as engine_ready
+from rltool.engines.launch.startup import STARTING, Phase, StartupLogs, advance, describe, in_lines, phase_of
 
 VLLM = [
     ("(EngineCore pid=3357) INFO 11-24 03:57:16 [core.py:133] Initializing a V1 LLM engine (v0.32.0) with", None),

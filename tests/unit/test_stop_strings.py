@@ -2,9 +2,9 @@
 
 import pytest
 
-from rltool.engines.sglang import SglangDialect
+from rltool.engines.dialects.sglang import SglangDialect
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
-from rltool.engines.vllm import VllmDialect
 from rltool.errors import UsageError
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.training.rollout_work import check_trainable

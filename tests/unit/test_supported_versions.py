@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.engines.dialect import Feature
-from rltool.engines.dialects import dialect
-from rltool.engines.supported import has, parse, pause_mode, refusal, training_refusal
+from rltool.engines.dialects.protocol import Feature
+from rltool.engines.dialects.supported import has, parse, pause_mode, refusal, training_refusal
+from rltool.engines.dialects.table import dialect
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rltool.engines import arrays
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.table import dialect
 from rltool.engines.plugin import sglang_api
 from rltool.engines.types import GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs

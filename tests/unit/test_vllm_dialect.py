@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.dialects.vllm import MAX_N_PER_REQUEST, VllmDialect
 from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
-from rltool.engines.vllm import MAX_N_PER_REQUEST, VllmDialect
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 DIALECT = VllmDialect()

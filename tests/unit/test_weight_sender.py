@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines.wire import meta_of, split_flat
+from rltool.engines.transfer.wire import meta_of, split_flat
 from rltool.weights import buffers as buffers_module
 from rltool.weights import channel as channel_module
 from rltool.weights import sender as sender_module

@@ -3,8 +3,8 @@ import weakref
 import pytest
 import torch
 
+from rltool.engines.transfer.wire import bucket_bytes, plan_buckets
 from rltool.engines.types import TensorMeta
-from rltool.engines.wire import bucket_bytes, plan_buckets
 from rltool.weights.stream import WeightStreamError, fill_buckets
 
 

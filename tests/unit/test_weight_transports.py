@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.transfer.wire import plan_buckets
 from rltool.engines.types import EngineInfo, TensorMeta
-from rltool.engines.wire import plan_buckets
 from rltool.errors import EngineError, UsageError
 from rltool.weights.transport import TRANSPORTS, Receiver, Rendezvous, SenderOptions, choose, transport
 from rltool.weights.transports.disk import DiskSender

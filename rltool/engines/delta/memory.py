@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rltool.engines.delta.chain import Held, Manifest
+from rltool.engines.transfer.wire import bucket_bytes, meta_of, split_flat
 from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes, meta_of, split_flat
 
 
 class MemoryCopy:

@@ -23,8 +23,8 @@ from rltool.engines.delta.chain import BadManifest, File, Manifest
 from rltool.engines.delta.memory import MemoryCopy
 from rltool.engines.delta.patch import BadPatch, apply_patch_file
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
+from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes, split_flat
 
 _HEADER = struct.Struct("<qq")
 MANIFEST_LIMIT = 64 * 1024 * 1024

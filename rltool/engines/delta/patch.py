@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from rltool.engines.transfer.wire import split_flat
 from rltool.engines.types import Bucket
-from rltool.engines.wire import split_flat
 from rltool.errors import RltoolError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,6 +1,6 @@
 """vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
 stop_reason, weight_versions, sampling_mask}], usage}, where token_ids and logprobs are rltool.engines.arrays, as are
-ids and counts of sampling_mask (rltool.engines.sampling_mask), which is there where alternatives were asked for;
+ids and counts of sampling_mask (rltool.engines.dialects.sampling_mask), which is there where alternatives were asked for;
 routed_experts is there, as on vLLM's own route, where the server returns them; speculative_decoding, of each choice,
 where it has --per-request-spec-decode-metrics.
 
@@ -19,7 +19,7 @@ from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.logprobs import FlatLogprobs
 
 from rltool.engines import arrays
-from rltool.engines.sampling_mask import find_mask
+from rltool.engines.dialects.sampling_mask import find_mask
 
 MARK = "rltool.arrays"
 """Key in the ASGI scope of a request that wants arrays."""

@@ -1,4 +1,4 @@
-"""How buckets come into a vLLM worker: one class for each transport of rltool.engines.wire.
+"""How buckets come into a vLLM worker: one class for each transport of rltool.engines.transfer.wire.
 
 A channel is opened by the init request and closed when the trainer, or another one, connects anew.
 """
@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from rltool.engines import ipc, nccl, wire
+from rltool.engines.transfer import ipc, nccl, wire
 from rltool.engines.types import Bucket, TensorMeta
 
 

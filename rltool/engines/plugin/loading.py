@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from rltool.engines import wire
 from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 
 logger = logging.getLogger(__name__)

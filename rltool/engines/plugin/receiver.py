@@ -1,6 +1,6 @@
 """The receiving end of weight transfer inside each vLLM worker: vLLM's weight-transfer backend "rltool".
 
-It joins the trainer's group or reads safetensors files (the contract is rltool.engines.wire, the ways in are
+It joins the trainer's group or reads safetensors files (the contract is rltool.engines.transfer.wire, the ways in are
 rltool.engines.plugin.channels), feeds the tensors to the model (rltool.engines.plugin.loading), and accepts an update
 only if every tensor was taken and every layer is complete. Errors raised here reach the trainer as the reply to its
 HTTP request.
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from rltool.engines import ipc
 from rltool.engines.plugin import reload
 from rltool.engines.plugin.channels import (
     ChannelError,
@@ -31,6 +30,7 @@ from rltool.engines.plugin.channels import (
 )
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
+from rltool.engines.transfer import ipc
 from rltool.engines.types import Bucket, TensorMeta
 
 NEEDED = {
@@ -45,7 +45,7 @@ NEEDED = {
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """See rltool.engines.wire."""
+    """See rltool.engines.transfer.wire."""
 
     transport: str
     address: str = ""

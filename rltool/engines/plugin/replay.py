@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rltool.engines import wire
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 
 Load = Callable[[str, torch.Tensor], None]

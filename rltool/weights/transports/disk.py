@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.engines.wire import bucket_bytes, split_flat
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm

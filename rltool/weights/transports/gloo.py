@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
-from rltool.engines import wire
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
@@ -81,7 +81,7 @@ class GlooSender(SenderTransport):
 
 
 class VllmGlooSender(GlooSender):
-    """Into rltool's plugin: the contract is rltool.engines.wire."""
+    """Into rltool's plugin: the contract is rltool.engines.transfer.wire."""
 
     def open(self, store: TCPStore, seconds: float) -> Any:
         world_size = 1 + self.receiver.world_size

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rltool.engines import ipc
+from rltool.engines.transfer import ipc
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.engines.wire import bucket_bytes
 from rltool.errors import EngineError
 from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError

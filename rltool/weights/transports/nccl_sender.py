@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rltool.engines import nccl
+from rltool.engines.transfer import nccl
+from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket, EngineInfo
-from rltool.engines.wire import bucket_bytes
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, TransportError
 
 COMPLETE_SECONDS = 5.0

@@ -2,7 +2,7 @@
 
 Both find the trainer by its ncclUniqueId, in their init request, and then join while the trainer does: there is no
 store to wait at. A stock server is sent vLLM's packed buffers, which are our buckets (see wire.plan_buckets); the
-plugin has the contract of rltool.engines.wire.
+plugin has the contract of rltool.engines.transfer.wire.
 
 Source: vllm/distributed/weight_transfer/{nccl_common,nccl_engine,packed_tensor}.py of vLLM 0.32.
 """
@@ -14,9 +14,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from rltool.engines import nccl
+from rltool.engines.transfer import nccl
+from rltool.engines.transfer.wire import plan_buckets
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.engines.wire import plan_buckets
 from rltool.weights.transport import Rendezvous, Transport
 from rltool.weights.transports import vllm
 from rltool.weights.transports.nccl_sender import NcclSender, no_gpu

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  # public
 
 from rltool.config.rollout import WeightsConfig
-from rltool.engines import wire
+from rltool.engines.transfer import wire
 from rltool.weights.transport import TransportError
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rltool.engines.inspection import NO_SUCH_ROUTE
-from rltool.engines.sglang import SglangDialect
+from rltool.engines.dialects.inspection import NO_SUCH_ROUTE
+from rltool.engines.dialects.sglang import SglangDialect
+from rltool.engines.transfer.wire import dtype_of, tensor_bytes
 from rltool.engines.types import INCOMPLETE_VERSION, Bucket, EngineInfo, HttpRequest
-from rltool.engines.wire import dtype_of, tensor_bytes
 from rltool.errors import EngineError
 from rltool.weights.transport import Rendezvous
 

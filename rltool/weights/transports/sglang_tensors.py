@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from rltool.engines.transfer.wire import bucket_bytes, dtype_of, tensor_bytes
 from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes, dtype_of, tensor_bytes
 
 NOTHING = bytes(64)
 """For the name of a reference counter, and for an event's handle."""

@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
-from rltool.engines.vllm import VllmDialect
 from rltool.weights.transport import NO_TRANSFER, Rendezvous
 
 
@@ -86,7 +86,7 @@ def init_request(**info: Any) -> HttpRequest:
 
 
 def bucket_request(bucket: Bucket, **more: Any) -> HttpRequest:
-    """One bucket, for rltool's plugin (rltool.engines.wire)."""
+    """One bucket, for rltool's plugin (rltool.engines.transfer.wire)."""
     return HttpRequest("POST", "/update_weights", {"update_info": _info(bucket) | more})
 
 

@@ -1,6 +1,6 @@
 """CUDA IPC without CUDA: memory of the host that processes share by name. Every byte really travels.
 
-`installed(monkeypatch)` puts it in place of rltool.engines.ipc's, in this process; WorkerProcess is another one, with
+`installed(monkeypatch)` puts it in place of rltool.engines.transfer.ipc's, in this process; WorkerProcess is another one, with
 the plugin's own channels.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from rltool.engines import ipc
+from rltool.engines.transfer import ipc
 from rltool.engines.types import Bucket
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ class Worker:
 
 def _work(pipe: Connection) -> None:
     from rltool.engines.plugin.channels import ChannelError, IpcChannel
-    from rltool.engines.wire import split_flat
+    from rltool.engines.transfer.wire import split_flat
 
     ipc.OpenedBuffer = SharedOpening  # pyright: ignore[reportAttributeAccessIssue]
     channels: dict[str, IpcChannel] = {}

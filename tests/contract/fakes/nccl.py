@@ -1,7 +1,7 @@
 """NCCL between threads of one process: a library and communicators that move real bytes, with a broadcast that is done
 when every rank has taken it.
 
-`installed(monkeypatch)` puts them in place of rltool.engines.nccl's. As with the real ones, a peer that has gone is not
+`installed(monkeypatch)` puts them in place of rltool.engines.transfer.nccl's. As with the real ones, a peer that has gone is not
 noticed.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rltool.engines import nccl
+from rltool.engines.transfer import nccl
 
 VERSION = 22907
 POLL = 0.001

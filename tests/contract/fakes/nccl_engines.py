@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from rltool.engines import nccl
+from rltool.engines.transfer import nccl
+from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket
-from rltool.engines.wire import bucket_bytes, split_flat
 
 SECONDS = 10.0
 

@@ -578,7 +578,7 @@ def unpickled(payload: str, gpu: str) -> dict[str, bytes]:
     rebuild_cuda_tensor on memory of the host (fakes.ipc)."""
     import torch
 
-    from rltool.engines import ipc
+    from rltool.engines.transfer import ipc
 
     def rebuild(cls, size, stride, offset, storage, dtype, device, handle, num_bytes, start, *rest):
         assert (cls, stride, offset, dtype, start) == (torch.Tensor, (1,), 0, torch.uint8, 0)

@@ -6,7 +6,7 @@ import math
 
 from aiohttp import web
 
-from rltool.engines.dialect import Generates, Installation, Launches, Versions
+from rltool.engines.dialects.protocol import Generates, Installation, Launches, Versions
 from rltool.engines.types import Completion, EngineInfo, EngineLoad, GenerateRequest, HttpRequest
 from tests.contract.fakes.server import FakeServer
 

@@ -20,8 +20,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rltool.engines import arrays, wire
-from rltool.engines.dialect import MEMORY_TAGS
+from rltool.engines import arrays
+from rltool.engines.dialects.protocol import MEMORY_TAGS
+from rltool.engines.dialects.sampling_mask import find_mask
 from rltool.engines.plugin import sglang_api
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
@@ -30,7 +31,7 @@ from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.plugin.worker import WeightUpdateRecovery
-from rltool.engines.sampling_mask import find_mask
+from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket, Routing, TensorMeta
 from rltool.errors import EngineError
 from tests.contract.fakes import experts, ipc

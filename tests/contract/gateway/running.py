@@ -13,7 +13,7 @@ import requests
 
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import FleetPolicy
+from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, FleetView
 from rltool.gateway.main import gateway, served
 from rltool.gateway.parts import Parts

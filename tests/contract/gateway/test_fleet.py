@@ -18,7 +18,7 @@ import requests
 from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, State
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
 from rltool.gateway.fleet import FleetView
 from rltool.rollout.versions import VersionBook

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from rltool import __version__
-from rltool.engines.dialects import dialect, launches
+from rltool.engines.dialects.table import dialect, launches
 from rltool.errors import UsageError
 
 _SECONDS = 60.0

@@ -4,7 +4,7 @@ it room; those that share a GPU among themselves take their part of its memory. 
 from __future__ import annotations
 
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch
-from rltool.engines.dialects import dialect, launches
+from rltool.engines.dialects.table import dialect, launches
 from rltool.errors import UsageError
 
 MEMORY_FRACTION = "0.6"

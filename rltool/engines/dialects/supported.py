@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from rltool.engines.dialect import Feature, PauseMode, Version
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.protocol import Feature, PauseMode, Version
+from rltool.engines.dialects.table import dialect
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import HALVES, EngineRole
 

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet_state import (
+from rltool.engines.fleet.state import (
     IN_TRANSFER_GROUP,
     QUIET,
     TRANSITIONS,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialects import launches
-from rltool.engines.engine_ready import process_role
-from rltool.engines.plan import url_of
+from rltool.engines.dialects.table import launches
+from rltool.engines.launch.plan import url_of
+from rltool.engines.launch.ready import process_role
 from rltool.processes.spawn import ProcessSpec
 
 

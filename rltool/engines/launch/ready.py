@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.canary import canary
 from rltool.engines.client import EngineClient, RetryPolicy
+from rltool.engines.dialects.supported import refusal, training_refusal
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.plan import role_of, url_of
-from rltool.engines.startup import Show, StartupLogs, in_lines
-from rltool.engines.supported import refusal, training_refusal
+from rltool.engines.fleet.canary import canary
+from rltool.engines.launch.plan import role_of, url_of
+from rltool.engines.launch.startup import Show, StartupLogs, in_lines
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, EngineRejected, MissingLogprobs, RltoolError, UsageError
 from rltool.processes.gpus import gpu_uuids

@@ -1,7 +1,7 @@
 """Starting planned engines on this host: what is checked before, and what is written when they serve.
 
 `serve-engines` starts engines here, and so does the actor that a run with managed engines has on each host
-(rltool/training/engine_host.py). Which processes these are is planned in rltool/engines/plan.py.
+(rltool/training/engine_host.py). Which processes these are is planned in rltool/engines/launch/plan.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from pathlib import Path
 
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
-from rltool.engines.classification import check_head
-from rltool.engines.dialects import launches as dialect_of
+from rltool.engines.dialects.classification import check_head
+from rltool.engines.dialects.table import launches as dialect_of
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.engine_ready import wait_for_all
-from rltool.engines.interpreter import check_engine_python
-from rltool.engines.liveness import Liveness
-from rltool.engines.plan import (
+from rltool.engines.fleet.liveness import Liveness
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.interpreter import check_engine_python
+from rltool.engines.launch.plan import (
     EnginePlan,
     Host,
     Model,
@@ -38,9 +37,10 @@ from rltool.engines.plan import (
     seat_slots,
     start_order,
 )
-from rltool.engines.relaunch import EngineRelaunch
+from rltool.engines.launch.ready import wait_for_all
+from rltool.engines.launch.relaunch import EngineRelaunch
+from rltool.engines.launch.startup import Show
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
-from rltool.engines.startup import Show
 from rltool.errors import UsageError
 from rltool.models.weight_files import INDEX, SINGLE, check_tokenizer_files, check_weight_files
 from rltool.processes.gpus import gpus_in_use, visible_gpus

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import psutil
 
 from rltool.config.serve import ENGINES
-from rltool.engines.dialect import Launches
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.protocol import Launches
+from rltool.engines.dialects.table import dialect
 from rltool.engines.sync_client import exchange
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.engine_ready import process_role, wait_for_all
-from rltool.engines.launch import Release, check_processes, held_ports, start_here
-from rltool.engines.liveness import Liveness, LivenessFromStart
-from rltool.engines.plan import PortNeeds, Ports
-from rltool.engines.startup import Phase
+from rltool.engines.fleet.liveness import Liveness, LivenessFromStart
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.plan import PortNeeds, Ports
+from rltool.engines.launch.ready import process_role, wait_for_all
+from rltool.engines.launch.start import Release, check_processes, held_ports, start_here
+from rltool.engines.launch.startup import Phase
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.spawn import RunningProcess, describe_exit

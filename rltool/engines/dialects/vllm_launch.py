@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rltool.config.serve import Device, EngineLaunch
-from rltool.engines import classification
-from rltool.engines.dialect import Installation, Launches, MemoryFlags, ParallelFlags
-from rltool.engines.head_dtype import head_dtype_flags
-from rltool.engines.inspection import MAX_LOGPROBS, max_logprobs
+from rltool.engines.dialects import classification
+from rltool.engines.dialects.head_dtype import head_dtype_flags
+from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
+from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
+from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
-from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
@@ -51,7 +51,7 @@ LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-pa
 
 
 class VllmLaunching(Launches):
-    """See rltool.engines.dialect.Launches."""
+    """See rltool.engines.dialects.protocol.Launches."""
 
     temporary_in = "VLLM_RPC_BASE_PATH"
     worker_title = "VLLM::"

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rltool.config.serve import EngineLaunch
-from rltool.engines.dialects import dialect, launches
+from rltool.engines.dialects.table import dialect, launches
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.models.weight_files import read_header, weight_files
@@ -28,7 +28,7 @@ CONVERTED = ("ForCausalLM", "ForConditionalGeneration")
 
 
 class VllmClassification:
-    """See rltool.engines.dialect.Inspects."""
+    """See rltool.engines.dialects.protocol.Inspects."""
 
     def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
         body = {"input": list(token_ids), "use_activation": use_activation}
@@ -40,7 +40,7 @@ class VllmClassification:
 
 
 class SglangClassification:
-    """See rltool.engines.dialect.Inspects."""
+    """See rltool.engines.dialects.protocol.Inspects."""
 
     def classify(self, token_ids: Sequence[int], *, use_activation: bool) -> HttpRequest:
         if use_activation:

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltool.engines import arrays
-from rltool.engines.inspection import NO_SUCH_ROUTE
-from rltool.engines.sampling_mask import FoundMask, SamplingMask
+from rltool.engines.dialects.inspection import NO_SUCH_ROUTE
+from rltool.engines.dialects.sampling_mask import FoundMask, SamplingMask
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.types import Completion, HttpRequest, VersionSpan
-from rltool.engines.vllm import VllmDialect
 from rltool.errors import EngineError, MissingLogprobs
 
 ARRAYS_PATH = "/rltool/generate"
@@ -23,7 +23,7 @@ CHECKSUMS_PATH = "/rltool/checksums"
 
 
 class ArrayVllmDialect(VllmDialect):
-    """See rltool.engines.dialect."""
+    """See rltool.engines.dialects.protocol."""
 
     with_plugin = ""
     routable = True

@@ -7,8 +7,8 @@ Sources (SGLang 0.5.23): sglang/srt/arg_groups/fields (parallel.py, disagg.py), 
 from __future__ import annotations
 
 from rltool.config.serve import Device, EngineLaunch
-from rltool.engines.dialect import Installation, Launches, MemoryFlags, ParallelFlags
-from rltool.engines.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
+from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
+from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
@@ -26,7 +26,7 @@ processes, in a temporary directory of its own; theirs is the usual one (no TMPD
 
 
 class SglangLaunching(Launches):
-    """See rltool.engines.dialect.Launches."""
+    """See rltool.engines.dialects.protocol.Launches."""
 
     temporary_in = "RLTOOL_TEMPORARY"
     worker_title = "sglang::"

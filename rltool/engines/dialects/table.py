@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 
 from rltool.config.serve import ENGINES
-from rltool.engines.dialect import Controls, Generates, Inspects, Launches
+from rltool.engines.dialects.protocol import Controls, Generates, Inspects, Launches
 from rltool.errors import UsageError
 
 ROUTER = "sglang"

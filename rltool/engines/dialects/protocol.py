@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rltool.config.serve import Device, EngineLaunch
-from rltool.engines.checksums import Checksums, ParameterLayout
+from rltool.engines.dialects.checksums import Checksums, ParameterLayout
 from rltool.engines.types import (
     Completion,
     EngineCounters,
@@ -68,7 +68,7 @@ class Versions:
 
 
 Pairing = Literal["in_turn", "side_by_side"]
-"""How a prefill and a decode engine are asked for one sample (engines/disaggregation.py). in_turn: the prefill first,
+"""How a prefill and a decode engine are asked for one sample (engines/fleet/disaggregation.py). in_turn: the prefill first,
 and its reply goes into the request to the decode; each of them can also sample alone. side_by_side: both at once, and
 they find each other; neither samples alone, and a router may stand in front of them."""
 
@@ -96,7 +96,7 @@ class Generates(Protocol):
     """Data-parallel replicas of one server may draw the same random numbers (EngineInfo.own_seeds: not with seeds of
     their own for each request)."""
     health_tells_death: bool = False
-    """The server outlives what generates in it, and then answers 503 on /health (engines/liveness.py)."""
+    """The server outlives what generates in it, and then answers 503 on /health (engines/fleet/liveness.py)."""
 
     # -- generation
     def generate(self, request: GenerateRequest) -> list[HttpRequest]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rltool.engines.client import EngineClient
-from rltool.engines.fleet import Fleet
+from rltool.engines.fleet.fleet import Fleet
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects import controls
+from rltool.engines.dialects.table import controls
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.lease import ask_lease, leased_to_another
+from rltool.engines.fleet.lease import ask_lease, leased_to_another
 from rltool.engines.types import EngineInfo, Holder
 from rltool.errors import EngineError, UsageError
 

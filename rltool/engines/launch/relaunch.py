@@ -9,9 +9,9 @@ import uuid
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import Endpoints, edit_endpoints
-from rltool.engines.engine_process import engine_spec
-from rltool.engines.liveness import LivenessFromStart
-from rltool.engines.plan import url_of
+from rltool.engines.fleet.liveness import LivenessFromStart
+from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.plan import url_of
 from rltool.processes.relaunch import Relaunch
 from rltool.processes.spawn import RunningProcess
 

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.engines.dialect import (
+from rltool.engines.dialects.inspection import VllmInspection
+from rltool.engines.dialects.protocol import (
     MEMORY_TAGS,
     Controls,
     Feature,
@@ -23,10 +24,10 @@ from rltool.engines.dialect import (
     Versions,
     in_waking_order,
 )
-from rltool.engines.inspection import VllmInspection
+from rltool.engines.dialects.routed_experts import from_npy
+from rltool.engines.dialects.sampling_mask import find_mask, logprobs_of
+from rltool.engines.dialects.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
 from rltool.engines.plugin import aborts, sglang_api
-from rltool.engines.routed_experts import from_npy
-from rltool.engines.sampling_mask import find_mask, logprobs_of
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -40,7 +41,6 @@ from rltool.engines.types import (
     Tally,
     VersionSpan,
 )
-from rltool.engines.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
@@ -60,7 +60,7 @@ SPECULATION_METRICS = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_
 
 
 class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
-    """See rltool.engines.dialect."""
+    """See rltool.engines.dialects.protocol."""
 
     name = "vllm"
     label = "vLLM"
@@ -68,7 +68,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
         oldest=(0, 29), newest=(0, 32), since={Feature.VERSION_SPANS: (0, 32), Feature.VERSION_OF_REPLY: (0, 32)}
     )
     detected_by = ("/version", "version")
-    with_plugin = "rltool.engines.vllm_arrays:ArrayVllmDialect"
+    with_plugin = "rltool.engines.dialects.vllm_arrays:ArrayVllmDialect"
     pairing = "in_turn"
     sampling_masks = True
     health_tells_death = True

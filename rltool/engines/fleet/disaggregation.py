@@ -21,11 +21,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rltool.engines.client import EngineClient
-from rltool.engines.dialect import Pairing
-from rltool.engines.dialects import dialect
+from rltool.engines.dialects.protocol import Pairing
+from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
-from rltool.engines.fleet import Fleet, Member
-from rltool.engines.fleet_state import State
+from rltool.engines.fleet.fleet import Fleet, Member
+from rltool.engines.fleet.state import State
 from rltool.engines.replies import making_sense_of
 from rltool.engines.types import HALVES, SEED_MODULUS, Completion, GenerateRequest, HttpRequest
 from rltool.errors import EngineError, EngineRejected

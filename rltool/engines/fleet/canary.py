@@ -7,8 +7,8 @@ import uuid
 
 from rltool.config.serve import Task
 from rltool.engines.client import EngineClient
-from rltool.engines.disaggregation import generate_from_nothing, samples_alone
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet.disaggregation import generate_from_nothing, samples_alone
 from rltool.engines.types import GenerateRequest, SamplingParams
 
 TOKENS = (1,)

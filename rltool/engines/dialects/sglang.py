@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.engines.dialect import (
+from rltool.engines.dialects.inspection import NO_SUCH_ROUTE, SglangInspection
+from rltool.engines.dialects.protocol import (
     MEMORY_TAGS,
     Controls,
     Feature,
@@ -25,10 +26,9 @@ from rltool.engines.dialect import (
     Versions,
     in_waking_order,
 )
-from rltool.engines.inspection import NO_SUCH_ROUTE, SglangInspection
-from rltool.engines.routed_experts import from_int32
-from rltool.engines.sglang_launch import SglangLaunching
-from rltool.engines.supported import has
+from rltool.engines.dialects.routed_experts import from_int32
+from rltool.engines.dialects.sglang_launch import SglangLaunching
+from rltool.engines.dialects.supported import has
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -67,7 +67,7 @@ ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_acce
 
 
 class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
-    """See rltool.engines.dialect."""
+    """See rltool.engines.dialects.protocol."""
 
     name = "sglang"
     label = "SGLang"
@@ -82,7 +82,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         },
     )
     detected_by = ("/model_info", "model_path")
-    with_plugin = "rltool.engines.routed_vllm:RoutedVllmDialect"
+    with_plugin = "rltool.engines.dialects.routed_vllm:RoutedVllmDialect"
     routable = True
     pairing = "side_by_side"
     replicas_share_seed = True

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltool.config.serve import EngineGroup
-from rltool.engines.dialects import launches
+from rltool.engines.dialects.table import launches
 from rltool.errors import UsageError
 
 

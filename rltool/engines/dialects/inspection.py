@@ -15,9 +15,9 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
-from rltool.engines.checksums import Checksums, ParameterLayout
-from rltool.engines.classification import SglangClassification, VllmClassification
-from rltool.engines.dialect import Inspects
+from rltool.engines.dialects.checksums import Checksums, ParameterLayout
+from rltool.engines.dialects.classification import SglangClassification, VllmClassification
+from rltool.engines.dialects.protocol import Inspects
 from rltool.engines.plugin import sglang_api
 from rltool.engines.types import EngineInfo, HttpRequest, TokenScores
 from rltool.errors import MissingLogprobs, UsageError
@@ -30,7 +30,7 @@ NO_SUCH_ROUTE = 404
 
 
 class VllmInspection(VllmClassification, Inspects):
-    """See rltool.engines.dialect.Inspects."""
+    """See rltool.engines.dialects.protocol.Inspects."""
 
     def checksums(self) -> HttpRequest:
         # Since 0.32. The route also resets weights, so the plugin has one of its own that only reads (vllm_arrays.py).
@@ -60,7 +60,7 @@ class VllmInspection(VllmClassification, Inspects):
 
 
 class SglangInspection(SglangClassification, Inspects):
-    """See rltool.engines.dialect.Inspects."""
+    """See rltool.engines.dialects.protocol.Inspects."""
 
     digests_by_device = True
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.engines.sglang import SglangDialect, parse_reply
+from rltool.engines.dialects.sglang import SglangDialect, parse_reply
+from rltool.engines.dialects.vllm import sample_chunks
 from rltool.engines.types import Completion, GenerateRequest, HttpRequest
-from rltool.engines.vllm import sample_chunks
 from rltool.errors import EngineError
 
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch, Task
-from rltool.engines.dialects import dialect, launches
-from rltool.engines.interpreter import default_engine_python
-from rltool.engines.memory_flags import measures_memory, shares_memory
-from rltool.engines.parallel_flags import parallel_sizes
+from rltool.engines.dialects.memory_flags import measures_memory, shares_memory
+from rltool.engines.dialects.parallel_flags import parallel_sizes
+from rltool.engines.dialects.table import dialect, launches
+from rltool.engines.launch.interpreter import default_engine_python
 from rltool.errors import UsageError
 from rltool.processes.hosts import http_url
 
