@@ -51,8 +51,8 @@ def letter_share(sample: Any, text: str) -> float:
 
 def shipped() -> dict[str, Callable[[str], float]]:
     """Rewards by name, of a text alone: those that need neither a model nor another package than math-verify."""
-    from rltool.rollout import rewards
-    from rltool.rollout.instructions import CHECKS, instructions_followed
+    from rltool.rollout.rewards import shipped as rewards
+    from rltool.rollout.rewards.instructions import CHECKS, instructions_followed
     from rltool.rollout.sample import Sample
 
     def of(**facts: Any) -> Sample:

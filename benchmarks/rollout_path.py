@@ -37,7 +37,7 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints, resolve
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import GenerateRequest, SamplingParams
-from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.serving.data_plane import DataPlane
 from tests.tiny_models import write_tiny_qwen2
 
 SECONDS = 600.0

@@ -43,14 +43,14 @@ if TYPE_CHECKING:  # the same as `_MODULES`; a test compares them
     from rltool.rollout.contracts import check_metrics_function as check_metrics_function
     from rltool.rollout.contracts import check_reward_function as check_reward_function
     from rltool.rollout.contracts import check_rollout_function as check_rollout_function
-    from rltool.rollout.eval_set import EvalSet as EvalSet
     from rltool.rollout.generate import GenerateContext as GenerateContext
     from rltool.rollout.groups import Group as Group
-    from rltool.rollout.model_clients import RewardContext as RewardContext
-    from rltool.rollout.own_evaluation import EvalContext as EvalContext
+    from rltool.rollout.measure.eval_set import EvalSet as EvalSet
+    from rltool.rollout.measure.own_evaluation import EvalContext as EvalContext
     from rltool.rollout.own_rollout import RolloutContext as RolloutContext
     from rltool.rollout.sample import Sample as Sample
     from rltool.rollout.sample import SampleStatus as SampleStatus
+    from rltool.rollout.serving.model_clients import RewardContext as RewardContext
     from rltool.training.contracts import check_logger as check_logger
     from rltool.training.loggers import LoggedRun as LoggedRun
 
@@ -68,11 +68,11 @@ _MODULES = {
         "check_group_filter", "check_group_hook", "check_group_reward", "check_metrics_function",
         "check_reward_function", "check_rollout_function",
     ),
-    "rltool.rollout.eval_set": ("EvalSet",),
+    "rltool.rollout.measure.eval_set": ("EvalSet",),
     "rltool.rollout.generate": ("GenerateContext",),
     "rltool.rollout.groups": ("Group",),
-    "rltool.rollout.model_clients": ("RewardContext",),
-    "rltool.rollout.own_evaluation": ("EvalContext",),
+    "rltool.rollout.serving.model_clients": ("RewardContext",),
+    "rltool.rollout.measure.own_evaluation": ("EvalContext",),
     "rltool.rollout.own_rollout": ("RolloutContext",),
     "rltool.rollout.sample": ("Sample", "SampleStatus"),
     "rltool.training.contracts": ("check_logger",),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rltool.errors import RltoolError
-from rltool.rollout.reward_worker import finite
+from rltool.rollout.rewards.worker import finite
 
 Reward = float | list[float] | None
 """A list has a number for each turn of the session, in order of time; its sum is the reward of the episode."""

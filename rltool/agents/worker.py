@@ -17,7 +17,7 @@ from rltool.config.import_path import load_callable
 from rltool.errors import UsageError
 from rltool.processes.tasks import Background
 from rltool.processes.worker_pool import Parent
-from rltool.rollout.reward_worker import describe
+from rltool.rollout.rewards.worker import describe
 
 
 def main(parent: Parent, function_path: str) -> None:

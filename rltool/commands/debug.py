@@ -68,7 +68,7 @@ def rollout_only(
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.models.hub import with_local_models
-    from rltool.rollout.record import check_directory, check_settings
+    from rltool.rollout.measure.record import check_directory, check_settings
     from rltool.training.preflight import (
         check_fleet,
         check_router,
@@ -170,9 +170,9 @@ def train_only(
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.processes.run_lock import RunLock
-    from rltool.rollout.dump import dumped_steps
-    from rltool.rollout.record import check_directory
-    from rltool.rollout.replay_choice import chosen_steps
+    from rltool.rollout.measure.dump import dumped_steps
+    from rltool.rollout.measure.record import check_directory
+    from rltool.rollout.measure.replay_choice import chosen_steps
 
     if rollouts is not None and fake_data:
         raise UsageError("--rollouts and --fake-data: give one of them")

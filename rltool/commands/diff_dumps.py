@@ -10,7 +10,7 @@ import typer
 from rltool.terminal import Console
 
 if TYPE_CHECKING:
-    from rltool.rollout.dump_diff import Comparison
+    from rltool.rollout.measure.dump_diff import Comparison
 
 
 def diff_dumps(
@@ -24,7 +24,7 @@ def diff_dumps(
     ] = 0.0,
 ) -> None:
     """Compare two recordings sample by sample and token by token: exit code 1 where they differ."""
-    from rltool.rollout.dump_diff import compare_dumps
+    from rltool.rollout.measure.dump_diff import compare_dumps
 
     found = compare_dumps(_rollouts(left), _rollouts(right), step=step, tolerance=tolerance)
     console = Console()

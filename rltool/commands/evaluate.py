@@ -48,7 +48,7 @@ def evaluate(
     from rltool.config.train import TrainConfig
     from rltool.models.hub import local_model, with_local_models
     from rltool.report.eval_table import result, result_table
-    from rltool.rollout.evaluation import write_evaluated
+    from rltool.rollout.measure.evaluation import write_evaluated
     from rltool.training.evaluate import check_alone, evaluate_alone
     from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
     from rltool.training.rollout_engines import Engines

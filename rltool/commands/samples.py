@@ -143,8 +143,8 @@ def _dumped(
     source: SampleSource, step: int, with_trainer: bool, trust_remote_code: bool, say: Callable[[str], None]
 ) -> StepSamples:
     """The dump has every sample; the trainer's log-probabilities stand beside the few that are kept."""
-    from rltool.rollout.dump import read_dump
-    from rltool.rollout.sample_records import sample_record
+    from rltool.rollout.measure.dump import read_dump
+    from rltool.rollout.measure.sample_records import sample_record
     from rltool.rollout.tokenizer import TokenizerIsCode
 
     assert source.recorded is not None

@@ -22,26 +22,26 @@ class Shipped(NamedTuple):
 
 
 SHIPPED = {
-    "exact": Shipped("rltool.rollout.rewards:exact_match"),
-    "final-answer": Shipped("rltool.rollout.rewards:math_answer"),
-    "numeric": Shipped("rltool.rollout.rewards:numeric"),
-    "math": Shipped("rltool.rollout.rewards:math_verified", "math_verify", "math"),
-    "choice": Shipped("rltool.rollout.rewards:multiple_choice"),
-    "f1": Shipped("rltool.rollout.rewards:f1"),
-    "regex": Shipped("rltool.rollout.rewards:regex"),
-    "instructions": Shipped("rltool.rollout.instructions:instructions_followed"),
-    "reasoning-gym": Shipped("rltool.rollout.rewards:reasoning_gym_score", "reasoning_gym", "quickstart"),
-    "remote": Shipped("rltool.rollout.remote_reward:remote"),
-    "judge": Shipped("rltool.rollout.judges:graded", asks="generate"),
-    "judge-probability": Shipped("rltool.rollout.judges:probability_of_yes", asks="generate"),
-    "reward-model": Shipped("rltool.rollout.reward_model:reward_model", asks="classify"),
-    "slime": Shipped("rltool.rollout.slime:custom_rm"),
+    "exact": Shipped("rltool.rollout.rewards.shipped:exact_match"),
+    "final-answer": Shipped("rltool.rollout.rewards.shipped:math_answer"),
+    "numeric": Shipped("rltool.rollout.rewards.shipped:numeric"),
+    "math": Shipped("rltool.rollout.rewards.shipped:math_verified", "math_verify", "math"),
+    "choice": Shipped("rltool.rollout.rewards.shipped:multiple_choice"),
+    "f1": Shipped("rltool.rollout.rewards.shipped:f1"),
+    "regex": Shipped("rltool.rollout.rewards.shipped:regex"),
+    "instructions": Shipped("rltool.rollout.rewards.instructions:instructions_followed"),
+    "reasoning-gym": Shipped("rltool.rollout.rewards.shipped:reasoning_gym_score", "reasoning_gym", "quickstart"),
+    "remote": Shipped("rltool.rollout.rewards.remote:remote"),
+    "judge": Shipped("rltool.rollout.rewards.judges:graded", asks="generate"),
+    "judge-probability": Shipped("rltool.rollout.rewards.judges:probability_of_yes", asks="generate"),
+    "reward-model": Shipped("rltool.rollout.rewards.reward_model:reward_model", asks="classify"),
+    "slime": Shipped("rltool.rollout.rewards.slime:custom_rm"),
 }
 """Rewards by name (docs/rewards.md)."""
 
 SHIPPED_FOR_GROUPS = {
-    "rank": Shipped("rltool.rollout.group_reward:rank"),
-    "pairwise-judge": Shipped("rltool.rollout.judges:pairwise", asks="generate"),
+    "rank": Shipped("rltool.rollout.rewards.group:rank"),
+    "pairwise-judge": Shipped("rltool.rollout.rewards.judges:pairwise", asks="generate"),
 }
 """What reward.group may name beside a function of the user's own."""
 

@@ -20,7 +20,7 @@ from rltool.environments.protocol import Environment, Start, Step, task_of
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.tasks import all_of
 from rltool.rollout.generate import GenerateContext, check_prompt, continue_response
-from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from rltool.environments.tools import cut, function_schema
 from rltool.errors import RltoolError, UsageError
 from rltool.masking import masked
 from rltool.processes.tasks import Background
-from rltool.rollout.reward_worker import describe
+from rltool.rollout.rewards.worker import describe
 
 if TYPE_CHECKING:
     from mcp import Client

@@ -1,4 +1,4 @@
-"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet/fleet.py, rollout/data_plane.py).
+"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet/fleet.py, rollout/serving/data_plane.py).
 
 A gateway that is given addresses probes them by itself. It compares no versions: it cannot know which weights are the
 newest, and records those that each token was sampled with.
@@ -31,9 +31,9 @@ from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.gateway.parts import Parts
 from rltool.processes.tasks import Background
-from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.data_plane import DataPlane
+from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving.versions import VersionBook
 
 VIEW_SECONDS = 0.05
 """How often the manager looks for a change: turns wait for so long after a sync."""

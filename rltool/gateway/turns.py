@@ -25,9 +25,9 @@ from rltool.gateway.registry import Sessions
 from rltool.gateway.session import Session
 from rltool.gateway.store import SessionStore
 from rltool.gateway.trajectory import TurnRecord
-from rltool.rollout.data_plane import PoisonousRequest, Trace
 from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.serving.data_plane import PoisonousRequest, Trace
 
 T = TypeVar("T")
 

@@ -118,7 +118,7 @@ max_prompt_tokens = {MAX_PROMPT_TOKENS}
 max_response_tokens = {MAX_RESPONSE_TOKENS}
 
 [reward]
-function = "rltool.rollout.rewards:exact_match"
+function = "rltool.rollout.rewards.shipped:exact_match"
 
 [eval]
 sets = {{ heldout = "{task.heldout}" }}

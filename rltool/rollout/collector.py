@@ -19,8 +19,8 @@ from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStop
 from rltool.processes.tasks import Background
 from rltool.rollout.admission import AdmissionPolicy, Candidate, choose
 from rltool.rollout.data import PromptSupply
-from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, new_samples
+from rltool.rollout.serving.data_plane import PoisonousRequest
 
 INTERRUPT_SECONDS = 10.0
 """How long a group that is put aside may take to hand over what it has; then, if it is still being generated,

@@ -27,21 +27,21 @@ from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import CollectorConfig
 from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.data.own import OwnSource, load_own_source
-from rltool.rollout.eval_set import EvalSet, EvalSettings
-from rltool.rollout.evaluation import evaluate_set
 from rltool.rollout.generate import GenerateContext, fill_group, open_http
-from rltool.rollout.group_reward import GroupReward
 from rltool.rollout.groups import Group
 from rltool.rollout.json_fields import unwritable
-from rltool.rollout.model_clients import Models
+from rltool.rollout.measure.eval_set import EvalSet, EvalSettings
+from rltool.rollout.measure.evaluation import evaluate_set
+from rltool.rollout.measure.own_metrics import checked_metrics
 from rltool.rollout.own_batch import SampleJudge, changed_batch
-from rltool.rollout.own_metrics import checked_metrics
 from rltool.rollout.own_rollout import OwnCollector, load_rollout
-from rltool.rollout.reward_pool import RewardFailure, RewardPool
+from rltool.rollout.rewards.group import GroupReward
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.tokenizer import Tokenizer
-from rltool.rollout.versions import VersionBook
 
 T = TypeVar("T")
 

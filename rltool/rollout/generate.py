@@ -21,9 +21,9 @@ from rltool.engines.types import Completion, GenerateRequest, SamplingParams
 from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
 from rltool.processes.tasks import all_of
 from rltool.rollout.data import Prompt
-from rltool.rollout.model_clients import ModelClient, Models
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
+from rltool.rollout.serving.model_clients import ModelClient, Models
 from rltool.rollout.tokenizer import Tokenizer
 
 Http: TypeAlias = aiohttp.ClientSession

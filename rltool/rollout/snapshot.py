@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from rltool.algorithms.fields import held_fields
-from rltool.rollout import dump
 from rltool.rollout.collector import Collector
 from rltool.rollout.groups import Group, GroupState, new_samples
+from rltool.rollout.measure import dump
 from rltool.rollout.sample import Sample
 
 VERSION = 2

@@ -56,7 +56,7 @@ class RouterRelaunch(Relaunch[RouterLaunch]):
     """`Restarts` of the routers in a group. say: one line for the user.
 
     Engines outlive a router that is given up: they took minutes to load, and can be asked directly. Its address is
-    taken out of endpoints.json; a run that trains through it ends by itself (rollout/engine_guard.py).
+    taken out of endpoints.json; a run that trains through it ends by itself (rollout/serving/guard.py).
     """
 
     vital = False

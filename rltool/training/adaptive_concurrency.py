@@ -7,8 +7,8 @@ import asyncio
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import State
 from rltool.engines.types import EngineLoad
-from rltool.rollout.concurrency import ConcurrencyController
-from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.serving.concurrency import ConcurrencyController
+from rltool.rollout.serving.data_plane import DataPlane
 
 LOAD_SECONDS = 1.0
 """How often engines are asked for their load."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from rltool.config.train import TrainConfig
 from rltool.rollout.data import Prompt
-from rltool.rollout.eval_set import EvalSet, eval_settings
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_parts import RewardParts, start_rewards
-from rltool.rollout.reward_pool import RewardPool
-from rltool.rollout.scoring import Decode, Scorer
+from rltool.rollout.measure.eval_set import EvalSet, eval_settings
+from rltool.rollout.rewards.parts import RewardParts, start_rewards
+from rltool.rollout.rewards.pool import RewardPool
+from rltool.rollout.rewards.scoring import Decode, Scorer
+from rltool.rollout.serving.model_clients import Models
 
 
 class EvalSets:

@@ -8,8 +8,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.run_client import EngineStatus
 from rltool.errors import EngineError
-from rltool.rollout.lease import LeaseTerms
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.lease import LeaseTerms
+from rltool.rollout.serving.versions import VersionBook
 from rltool.training.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.rollout_engines import Engines
 from rltool.weights.connections import Trainer

@@ -23,7 +23,7 @@ from rltool.engines.run_client import EngineStatus
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineConflict, EngineError, EngineRejected, EngineUnreachable, UnknownEngine, UsageError
 from rltool.processes.tasks import Background
-from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.serving.data_plane import DataPlane
 from rltool.training.disaggregated import check_role
 from rltool.training.preflight import ProbedFleet, check_engines
 from rltool.training.routing_replay import check_rollout_engines

@@ -22,7 +22,7 @@ from rltool.gateway.fleet import FleetView
 from rltool.gateway.parts import Parts
 from rltool.processes.keys import make_key, read_key
 from rltool.rollout.generate import GenerateFunction, load_generate
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.versions import VersionBook
 
 PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
 """For a gateway that is being started again; GATEWAY_SECONDS end it."""

@@ -22,8 +22,8 @@ from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, RltoolError
 from rltool.megatron.offload import PARTS
-from rltool.rollout.engine_restarts import EngineRestarts
-from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving.restarts import EngineRestarts
 from rltool.weights.connections import Trainer
 from rltool.weights.residency import TRAINED, EngineResidency, residency_of
 

@@ -10,12 +10,12 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.errors import RltoolError
-from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.engine_guard import EngineGuard
-from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.lease import LeaseTerms, Ownership
-from rltool.rollout.router_members import RouterMembers
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.data_plane import DataPlane
+from rltool.rollout.serving.guard import EngineGuard
+from rltool.rollout.serving.lease import LeaseTerms, Ownership
+from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving.router_members import RouterMembers
+from rltool.rollout.serving.versions import VersionBook
 from rltool.router.workers import RouterWorkers
 from rltool.training.fleet_membership import FleetMembership
 from rltool.training.preflight import with_model_config

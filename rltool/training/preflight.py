@@ -22,7 +22,7 @@ from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
-from rltool.rollout.router_members import foreign_workers, refusal
+from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.training.disaggregated import check_halves
 from rltool.weights.tolerances import check_tolerance, difference_limit

@@ -17,7 +17,7 @@ from rltool.engines.launch.plan import EnginePlan
 from rltool.errors import UsageError
 from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory
-from rltool.rollout.side_model import SideEngines
+from rltool.rollout.serving.side_model import SideEngines
 from rltool.terminal import write_line
 from rltool.training.cluster import available_gpus
 from rltool.training.devices import Device, choose_device, visible_gpus

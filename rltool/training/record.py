@@ -12,7 +12,7 @@ from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects import supported
 from rltool.engines.dialects.protocol import PauseMode
-from rltool.rollout.dump import about_model, write_dump
+from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.metrics import step_line
 from rltool.training.rollout_engines import Engines

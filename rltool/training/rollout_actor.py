@@ -19,7 +19,7 @@ from rltool.engines.run_client import ComparedWeights, EngineStatus
 from rltool.errors import RltoolError
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
-from rltool.rollout.evaluation import Evaluated
+from rltool.rollout.measure.evaluation import Evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.terminal import write_line
 from rltool.training.rollout_batch import Rollout

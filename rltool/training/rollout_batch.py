@@ -12,12 +12,12 @@ from rltool.errors import TrainingStopped
 from rltool.report.samples import SampleRecord
 from rltool.rollout.batching import mask_metrics, samples_to_batch, trim
 from rltool.rollout.collector import Collected
-from rltool.rollout.metrics import rollout_metrics
+from rltool.rollout.measure.metrics import rollout_metrics
+from rltool.rollout.measure.sample_metrics import all_sample_metrics, speed_metrics
+from rltool.rollout.measure.sample_records import records_to_keep
 from rltool.rollout.own_batch import ChangedBatch
+from rltool.rollout.rewards.scoring import ScoreStats
 from rltool.rollout.sample import Sample
-from rltool.rollout.sample_metrics import all_sample_metrics, speed_metrics
-from rltool.rollout.sample_records import records_to_keep
-from rltool.rollout.scoring import ScoreStats
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.training.modalities import check_samples
 

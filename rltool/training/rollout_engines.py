@@ -9,9 +9,9 @@ from pathlib import Path
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage
-from rltool.rollout.engine_restarts import EngineProcesses
-from rltool.rollout.lease import LeaseTerms
-from rltool.rollout.side_model import SideEngines
+from rltool.rollout.serving.lease import LeaseTerms
+from rltool.rollout.serving.restarts import EngineProcesses
+from rltool.rollout.serving.side_model import SideEngines
 from rltool.weights.connections import Ranks
 
 

@@ -10,11 +10,11 @@ from rltool.config.train import TrainConfig
 from rltool.rollout.data import Prompt, PromptSet, PromptSource, PromptSupply, data_summary, load_prompts
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.rows import Refusal, takes_all
-from rltool.rollout.group_reward import GroupReward
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_parts import RewardParts, start_rewards
-from rltool.rollout.reward_pool import RewardPool
-from rltool.rollout.scoring import FailureLimit, Scorer, load_filter, load_hook
+from rltool.rollout.rewards.group import GroupReward
+from rltool.rollout.rewards.parts import RewardParts, start_rewards
+from rltool.rollout.rewards.pool import RewardPool
+from rltool.rollout.rewards.scoring import FailureLimit, Scorer, load_filter, load_hook
+from rltool.rollout.serving.model_clients import Models
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.modalities import generation_refusal, training_refusal
 

@@ -29,20 +29,20 @@ from rltool.processes.restarts import RestartBudget, RestartPolicy
 from rltool.processes.tasks import Background, beside
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import Collected, CollectionInterrupted, Collector, CollectorConfig
-from rltool.rollout.concurrency import ConcurrencyController, ConcurrencyPolicy
-from rltool.rollout.engine_guard import GenerationLost
-from rltool.rollout.engine_rates import EngineRates
-from rltool.rollout.engine_restarts import EngineRestarts
-from rltool.rollout.evaluation import Evaluated
 from rltool.rollout.generate import open_http
-from rltool.rollout.model_clients import Models
+from rltool.rollout.measure.evaluation import Evaluated
+from rltool.rollout.measure.own_metrics import OwnMetrics
 from rltool.rollout.own_batch import ChangedBatch, SampleJudge, changed_batch, load_batch_hook
-from rltool.rollout.own_metrics import OwnMetrics
 from rltool.rollout.own_rollout import OwnCollector, load_rollout
 from rltool.rollout.sample import Sample
-from rltool.rollout.side_model import SideModels
+from rltool.rollout.serving.concurrency import ConcurrencyController, ConcurrencyPolicy
+from rltool.rollout.serving.guard import GenerationLost
+from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.rates import EngineRates
+from rltool.rollout.serving.restarts import EngineRestarts
+from rltool.rollout.serving.side_model import SideModels
+from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.snapshot import SourceState, books, encoded, restore
-from rltool.rollout.versions import VersionBook
 from rltool.training.adaptive_concurrency import LOAD_SECONDS, adapt_concurrency
 from rltool.training.eval_sets import EvalSets
 from rltool.training.evaluation_engines import EvaluationEngines

@@ -17,8 +17,8 @@ from rltool.engines.run_client import COMPARE_SECONDS, ComparedWeights, EngineSt
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.files import writing
-from rltool.rollout.dump import about_model, write_dump
-from rltool.rollout.evaluation import Evaluated, write_evaluated
+from rltool.rollout.measure.dump import about_model, write_dump
+from rltool.rollout.measure.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.terminal import Console
 from rltool.training.endpoints_follow import EndpointsFollow

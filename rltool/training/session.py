@@ -25,8 +25,8 @@ from rltool.processes.run_lock import RunLock
 from rltool.processes.state import remove_state, state_of_this_process, write_state
 from rltool.processes.stop_run import end_left_behind
 from rltool.processes.waiting import waiting
-from rltool.rollout.engine_restarts import EngineProcesses
-from rltool.rollout.lease import LeaseTerms
+from rltool.rollout.serving.lease import LeaseTerms
+from rltool.rollout.serving.restarts import EngineProcesses
 from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.cluster import placed, ray_cluster

@@ -9,7 +9,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, ModelEndpoints, files_in, resolve
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.rollout.side_model import SideEngines
+from rltool.rollout.serving.side_model import SideEngines
 from rltool.training.asked_models import askings, check_tasks
 from rltool.training.disaggregated import check_regular
 from rltool.training.preflight import probe_fleet

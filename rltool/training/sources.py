@@ -19,12 +19,12 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.report.samples import SampleRecord
 from rltool.rollout.batching import SupervisedSet, samples_to_batch, supervised_batch, supervised_set
 from rltool.rollout.data import PromptSet, PromptSource, data_summary, load_prompts
-from rltool.rollout.dump import dumped_steps, read_dump, write_dump
-from rltool.rollout.metrics import rollout_metrics
-from rltool.rollout.replay_choice import subsample
+from rltool.rollout.measure.dump import dumped_steps, read_dump, write_dump
+from rltool.rollout.measure.metrics import rollout_metrics
+from rltool.rollout.measure.replay_choice import subsample
+from rltool.rollout.measure.sample_metrics import all_sample_metrics
+from rltool.rollout.measure.sample_records import records_to_keep
 from rltool.rollout.sample import Sample
-from rltool.rollout.sample_metrics import all_sample_metrics
-from rltool.rollout.sample_records import records_to_keep
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer

@@ -30,12 +30,12 @@ from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.data.spec import DataSpec, parse_spec
 from rltool.rollout.generate import load_generate
-from rltool.rollout.group_reward import load_group_reward
-from rltool.rollout.own_evaluation import load_eval_function
-from rltool.rollout.own_metrics import load_metrics
-from rltool.rollout.reward_parts import check_rewards
-from rltool.rollout.reward_pool import load_reward
-from rltool.rollout.scoring import load_filter, load_hook
+from rltool.rollout.measure.own_evaluation import load_eval_function
+from rltool.rollout.measure.own_metrics import load_metrics
+from rltool.rollout.rewards.group import load_group_reward
+from rltool.rollout.rewards.parts import check_rewards
+from rltool.rollout.rewards.pool import load_reward
+from rltool.rollout.rewards.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.asked_models import check_reward_models, check_tasks
 from rltool.training.disaggregated import check_groups

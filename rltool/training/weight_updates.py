@@ -14,10 +14,10 @@ from rltool.engines.fleet.fleet import Member, State
 from rltool.errors import RltoolError
 from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted
-from rltool.rollout.engine_guard import EngineGuard
-from rltool.rollout.fleet_monitor import FleetMonitor
-from rltool.rollout.lease import Ownership
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.guard import EngineGuard
+from rltool.rollout.serving.lease import Ownership
+from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving.versions import VersionBook
 from rltool.weights.comparison import Comparison
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed

@@ -16,7 +16,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import read_state
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.router.workers import list_workers
 from tests.chaos.invariants import Violation
 from tests.e2e.engines import RunningEngine

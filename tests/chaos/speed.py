@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 from rltool.engines.client import EngineClient
 from rltool.engines.fleet.fleet import FleetPolicy
-from rltool.rollout import collector, data_plane, fleet_monitor
+from rltool.rollout import collector
+from rltool.rollout.serving import data_plane
+from rltool.rollout.serving import monitor as fleet_monitor
 from rltool.training import fleet_membership, rollout_service, weight_updates
 from rltool.weights import engine_calls, engine_update, liveness
 

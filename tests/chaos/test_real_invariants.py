@@ -10,7 +10,7 @@ import pytest
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import VersionSpan
 from rltool.processes.run_directory import open_run
-from rltool.rollout.dump import write_dump
+from rltool.rollout.measure.dump import write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from tests.chaos import real_invariants
 from tests.chaos.invariants import Violation

@@ -11,9 +11,9 @@ import aiohttp
 from rltool.engines.types import GenerateRequest
 from rltool.rollout.generate import GenerateContext, generate_group
 from rltool.rollout.groups import Group
-from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.own_rollout import RolloutContext
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import RewardContext
 
 
 async def long_is_good(sample: Sample, text: str) -> float:

@@ -13,10 +13,10 @@ from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.errors import EngineRejected, UsageError
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_pool import RewardFailure, RewardPool
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.side_model import SideModels
+from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.side_model import SideModels
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.training.side_models import probe_models, running_models
 from tests.contract.classifier_contract import CONTRACT

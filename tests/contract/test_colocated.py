@@ -19,8 +19,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State
 from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
-from rltool.rollout import engine_restarts
-from rltool.rollout.side_model import SideEngines
+from rltool.rollout.serving import restarts as engine_restarts
+from rltool.rollout.serving.side_model import SideEngines
 from rltool.training import gpu_turns
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService

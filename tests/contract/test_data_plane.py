@@ -18,9 +18,9 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineRejected
-from rltool.rollout import data_plane
-from rltool.rollout.data_plane import DataPlane, PoisonousRequest, Trace
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving import data_plane
+from rltool.rollout.serving.data_plane import DataPlane, PoisonousRequest, Trace
+from rltool.rollout.serving.versions import VersionBook
 from tests import fleets
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 from tests.contract.fakes.vllm import FakeVllm

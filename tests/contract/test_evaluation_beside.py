@@ -74,7 +74,7 @@ def test_rollouts_and_an_evaluation_that_wait_for_slots_take_turns(serve, settin
 def test_an_evaluation_of_ones_own_is_recorded_beside_the_built_in_numbers(serve, settings, spellers):  # noqa: F811
     config = settings(
         eval={"function": "examples.evaluation:majority", "samples_per_prompt": 3},
-        reward={"function": "rltool.rollout.rewards:exact_match"},
+        reward={"function": "rltool.rollout.rewards.shipped:exact_match"},
     )
 
     async def run():

@@ -12,7 +12,7 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.collector import CollectionInterrupted
-from rltool.rollout.engine_guard import TooFewEngines
+from rltool.rollout.serving.guard import TooFewEngines
 from rltool.terminal import Console
 from rltool.training import rollout_service
 from rltool.training.preflight import resolve_evaluation

@@ -16,8 +16,8 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import INCOMPLETE_VERSION, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineError
-from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.data_plane import DataPlane
+from rltool.rollout.serving.versions import VersionBook
 from rltool.weights import connections
 from rltool.weights.engine_calls import EngineCalls
 from rltool.weights.sync_report import WeightSyncFailed

@@ -20,7 +20,7 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.tiny_model import make_tiny_model
-from rltool.rollout.engine_guard import RouterLost
+from rltool.rollout.serving.guard import RouterLost
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.router.launch import running_router, start_router
 from rltool.router.workers import add_worker, list_workers
@@ -186,7 +186,7 @@ def test_what_an_engine_does_not_finish_in_time_goes_on_elsewhere(serve, engines
 
 
 def test_an_engine_that_hangs_has_left_in_bounded_time_and_says_what_failed(serve, engines, monkeypatch):
-    from rltool.rollout import data_plane
+    from rltool.rollout.serving import data_plane
     from rltool.weights import engine_calls
 
     monkeypatch.setattr(data_plane, "ABORT_SECONDS", 0.2)

@@ -16,8 +16,8 @@ from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State, Transition
 from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
 from rltool.processes.tasks import beside
-from rltool.rollout import loop_lag
-from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.rollout.serving import loop_lag
+from rltool.rollout.serving.monitor import FleetMonitor
 from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -272,7 +272,7 @@ def test_an_engine_whose_canary_requests_keep_failing_is_given_up(two):
 
 @pytest.mark.parametrize("queue", [True, False], ids=["behind others", "alone"])
 def test_a_canary_request_that_times_out_counts_unless_it_had_to_queue(two, monkeypatch, queue):
-    monkeypatch.setattr("rltool.rollout.fleet_monitor.CANARY_SECONDS", 0.2)
+    monkeypatch.setattr("rltool.rollout.serving.monitor.CANARY_SECONDS", 0.2)
     engine = two[0]
     engine.hang(GENERATE)
 

@@ -20,7 +20,7 @@ from rltool.engines.run_client import Driver
 from rltool.engines.sync_client import send
 from rltool.engines.types import CONTROL_REPLY_BYTES, GenerateRequest, HttpRequest, Routing, SamplingParams
 from rltool.errors import EngineError, RltoolError
-from rltool.rollout.remote_reward import REPLY_BYTES, remote
+from rltool.rollout.rewards.remote import REPLY_BYTES, remote
 from rltool.rollout.sample import Sample, SampleStatus
 
 PIECE = bytes(64 * 1024)

@@ -25,8 +25,8 @@ from rltool.engines.fleet.resume import resume_engines
 from rltool.engines.types import EngineInfo, GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError
-from rltool.rollout import lease as lease_module
-from rltool.rollout.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownership
+from rltool.rollout.serving import lease as lease_module
+from rltool.rollout.serving.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownership
 from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import RolloutService

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from rltool.rollout.reward_pool import RewardFailure, RewardPool
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 

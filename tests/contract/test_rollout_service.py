@@ -38,10 +38,10 @@ from rltool.errors import (
 )
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.collector import CollectionInterrupted
-from rltool.rollout.dump import dumped_steps, read_dump
-from rltool.rollout.engine_guard import TooFewEngines
 from rltool.rollout.groups import GroupState
+from rltool.rollout.measure.dump import dumped_steps, read_dump
 from rltool.rollout.sample import SampleStatus
+from rltool.rollout.serving.guard import TooFewEngines
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training import rollout_service, weight_updates
@@ -289,7 +289,7 @@ def test_prefill_and_decode_engines_sample_what_regular_ones_do_and_both_are_syn
 
 def test_a_rollout_is_generated_scored_and_measured(serve, settings, spellers, tokenizer):
     async def run():
-        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards:exact_match"})
+        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards.shipped:exact_match"})
         async with serve(config, spellers) as service:
             await service.sync_weights(0)
             for engine in spellers:
@@ -400,7 +400,7 @@ def test_truncated_samples_come_with_what_was_left_to_choose_from_and_evaluation
 
 def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(serve, settings, spellers, data_file):
     config = settings(
-        reward={"function": "rltool.rollout.rewards:exact_match"},
+        reward={"function": "rltool.rollout.rewards.shipped:exact_match"},
         eval={
             "sets": {"words": data_file, "long": data_file},
             "samples_per_prompt": 2,
@@ -435,7 +435,7 @@ def test_each_evaluation_set_has_its_own_sampling_reward_and_number_of_samples(s
 
 def test_evaluation_draws_the_same_samples_before_and_after_and_takes_no_prompt(serve, settings, spellers):
     async def run():
-        config = settings(reward={"function": "rltool.rollout.rewards:exact_match"})
+        config = settings(reward={"function": "rltool.rollout.rewards.shipped:exact_match"})
         async with serve(config, spellers) as service:
             await service.sync_weights(0)
             before = (await service.evaluate()).metrics
@@ -1231,7 +1231,7 @@ def test_rollout_only_records_what_the_manager_generates(config_file, tmp_path, 
     assert dumped_steps(tmp_path / "dumps") == [0, 1]
 
     async def again():
-        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards:exact_match"})
+        config = settings(rollout={"dump": True}, reward={"function": "rltool.rollout.rewards.shipped:exact_match"})
         async with serve(config, spellers, lineage=None) as service:
             return [(await service.next_batch(step)).samples for step in range(2)]
 

@@ -22,7 +22,7 @@ from rltool.engines.types import GenerateRequest, HttpRequest, SamplingParams
 from rltool.errors import EngineError, UsageError
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.supervise import ProcessGroup
-from rltool.rollout.data_plane import DataPlane
+from rltool.rollout.serving.data_plane import DataPlane
 from rltool.router.launch import running_router, start_router
 from rltool.router.planned import start_planned_routers
 from tests import fleets

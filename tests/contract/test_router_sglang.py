@@ -22,8 +22,8 @@ from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import process_tree
 from rltool.processes.supervise import ProcessGroup
-from rltool.rollout.data_plane import DataPlane
-from rltool.rollout.router_members import RouterMembers
+from rltool.rollout.serving.data_plane import DataPlane
+from rltool.rollout.serving.router_members import RouterMembers
 from rltool.router.launch import forget_router, running_router, start_router
 from rltool.router.workers import RouterWorkers, add_worker, list_workers, remove_worker, wait_ready
 from tests import fleets

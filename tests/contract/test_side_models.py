@@ -17,14 +17,14 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.types import VersionSpan
 from rltool.errors import UsageError
 from rltool.quickstart.tiny_model import make_tiny_model
-from rltool.rollout import model_clients
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.contracts import check_reward_function
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_pool import RewardFailure, RewardPool, load_reward
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool, load_reward
+from rltool.rollout.rewards.scores import add_teacher_logprobs
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scores import add_teacher_logprobs
-from rltool.rollout.side_model import SideModels
+from rltool.rollout.serving import model_clients
+from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.side_model import SideModels
 from rltool.training.side_models import check_all_there, probe_models, running_models
 from tests.contract.fakes.vllm import FakeVllm
 

@@ -21,7 +21,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.processes.run_directory import RUNS_VARIABLE
 from rltool.quickstart.stages import Stages
-from rltool.rollout.evaluation import Evaluated
+from rltool.rollout.measure.evaluation import Evaluated
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.terminal import Console
 from rltool.training.rollout_engines import Engines

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import RewardContext
 
 
 def lower_case_share(sample: Sample, text: str) -> float:

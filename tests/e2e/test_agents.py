@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.sample import Sample
 from tests.e2e.agents import FURTHER
 from tests.e2e.engines import start_vllm, wait_ready

@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import layers
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.megatron import model
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.training.advantages import with_corrections
 from rltool.training.sharding import Shards
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own

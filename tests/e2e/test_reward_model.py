@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen2ForSequenceClassification
 
 from rltool.engines.client import EngineClient
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.tokenizer import load_tokenizer
 from tests.contract.classifier_contract import CONTRACT
 from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm

@@ -13,7 +13,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.engines.types import GenerateRequest, Routing, SamplingParams
 from rltool.errors import EngineError
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.sample import Sample
 from tests.e2e.engines import serving_sglang
 from tests.e2e.job import write_job

@@ -19,7 +19,7 @@ from rltool.config.router import RouterConfig
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.router.launch import start_router
 from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from tests.e2e.job import Job, write_job
 from tests.tiny_models import VOCAB_SIZE, write_tiny_qwen2

@@ -25,9 +25,9 @@ from rltool.errors import EngineUnreachable, UsageError
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.data import Prompt
 from rltool.rollout.generate import GenerateContext, fill_group
-from rltool.rollout.metrics import eval_metrics
+from rltool.rollout.measure.metrics import eval_metrics
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import Scorer
 from rltool.training.advantages import estimate_advantages
 
 PLACE = "tests.contract.agents"

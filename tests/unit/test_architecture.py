@@ -75,7 +75,7 @@ OWNERS = {
     "aiohttp": {
         "engines/client.py": "generation and control calls",
         "rollout/generate.py": "the session of own generate functions",
-        "rollout/remote_reward.py": "a reward over HTTP",
+        "rollout/rewards/remote.py": "a reward over HTTP",
         "training/run_server.py": "the driver's endpoint",
         "engines/metrics_text.py": "what engines measure, with bounds on replies",
         "gateway/server.py": "what agents speak to",
@@ -85,7 +85,7 @@ OWNERS = {
     },
     "huggingface_hub": {"models/hub.py": "models by name"},
     "datasets": {"rollout/data/hub.py": "data sets by name"},
-    "math_verify": {"rollout/rewards.py": "a reward"},
+    "math_verify": {"rollout/rewards/shipped.py": "a reward"},
     "verifiers": {"agents/verifiers_env.py": "its environments"},
     "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }

@@ -12,7 +12,7 @@ from rltool.checkpoints.completion import Saved
 from rltool.checkpoints.manifest import FILE, Manifest, describe_files, to_text
 from rltool.config.train import CheckpointConfig
 from rltool.errors import PartLost, SaveFailed
-from rltool.rollout.dump import DumpError
+from rltool.rollout.measure.dump import DumpError
 from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
 from rltool.training.loop import Progress

@@ -20,11 +20,11 @@ from rltool.rollout import collector as collector_module
 from rltool.rollout.admission import AdmissionPolicy
 from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig, GroupFailed
 from rltool.rollout.data import Prompt, PromptSource
-from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import GroupState
-from rltool.rollout.reward_pool import RewardFailure
+from rltool.rollout.rewards.pool import RewardFailure
+from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import SampleStatus
-from rltool.rollout.scoring import FailureLimit, Scorer
+from rltool.rollout.serving.data_plane import PoisonousRequest
 from rltool.rollout.snapshot import books, restore, snapshot
 from tests.declared import declare_surprise, table_of_its_own
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rltool.engines.types import EngineLoad
-from rltool.rollout.concurrency import (
+from rltool.rollout.serving.concurrency import (
     DECREASE,
     FULL_KV_CACHE,
     ROOMY_KV_CACHE,

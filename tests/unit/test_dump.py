@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load, save
 
 from rltool.engines.types import Drafts, VersionSpan
-from rltool.rollout.dump import DumpError, dump_paths, dumped_steps, read_dump, tensor_fields, write_dump
+from rltool.rollout.measure.dump import DumpError, dump_paths, dumped_steps, read_dump, tensor_fields, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 
 

@@ -9,8 +9,8 @@ import pytest
 from rltool.cli import main
 from rltool.engines.types import VersionSpan
 from rltool.errors import UsageError
-from rltool.rollout.dump import write_dump
-from rltool.rollout.dump_diff import compare_dumps
+from rltool.rollout.measure.dump import write_dump
+from rltool.rollout.measure.dump_diff import compare_dumps
 from rltool.rollout.sample import Sample, SampleStatus
 
 

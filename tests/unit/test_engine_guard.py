@@ -8,7 +8,7 @@ import pytest
 
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
-from rltool.rollout.engine_guard import EngineGuard, RouterLost, TooFewEngines
+from rltool.rollout.serving.guard import EngineGuard, RouterLost, TooFewEngines
 from tests import fleets
 from tests.clock import Clock
 

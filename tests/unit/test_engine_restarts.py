@@ -9,8 +9,8 @@ import pytest
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget, RestartPolicy
-from rltool.rollout import engine_restarts
-from rltool.rollout.engine_restarts import EngineRestarts
+from rltool.rollout.serving import restarts as engine_restarts
+from rltool.rollout.serving.restarts import EngineRestarts
 from tests import fleets
 
 URL = "http://127.0.0.1:7001"

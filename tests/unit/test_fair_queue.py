@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rltool.rollout.fair_queue import FairQueue
+from rltool.rollout.serving.fair_queue import FairQueue
 
 
 def arrive(queue, kind, count):

@@ -22,7 +22,7 @@ from rltool.megatron.loss import loss_rows, micro_batch_loss
 from rltool.megatron.micro_batch import prepare
 from rltool.megatron.runtime import Coordinates
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample
 from rltool.training.sharding import Shards
 from rltool.training.sources import RecordedRollouts

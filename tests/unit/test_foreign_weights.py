@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.rollout.foreign import ForeignWeights
+from rltool.rollout.serving.foreign import ForeignWeights
 
 RUN, OTHER, ENGINE = "a" * 32, "b" * 32, "http://e:1"
 THEIRS = f"{OTHER}:0:5"

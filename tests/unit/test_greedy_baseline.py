@@ -12,10 +12,10 @@ from rltool.engines.types import Completion
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.data import Prompt
 from rltool.rollout.groups import Group, new_samples
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_pool import RewardFailure
+from rltool.rollout.rewards.pool import RewardFailure
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import SampleStatus
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.serving.model_clients import Models
 from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 
 PROMPT = Prompt(index=0, prompt_ids=(7, 8), text="a", label="b")

@@ -21,7 +21,7 @@ from rltool.errors import UsageError
 from rltool.masking import MASK, masked
 from rltool.processes.run_directory import open_run
 from rltool.report.page import write_report
-from rltool.rollout.reward_pool import RewardPool
+from rltool.rollout.rewards.pool import RewardPool
 from rltool.terminal import Console
 from rltool.training.loggers import open_loggers
 from rltool.training.placement import plan_placement
@@ -166,7 +166,7 @@ def test_options_of_rewards_are_on_no_command_line():
     """Which every user of the host can read."""
 
     async def command_lines():
-        pool = RewardPool("rltool.rollout.rewards:regex", workers=1, timeout=30.0, options={"pattern": SECRET})
+        pool = RewardPool("rltool.rollout.rewards.shipped:regex", workers=1, timeout=30.0, options={"pattern": SECRET})
         try:
             children = psutil.Process().children(recursive=True)
             return [" ".join(child.cmdline()) for child in children if "reward_worker" in " ".join(child.cmdline())]
@@ -186,7 +186,7 @@ def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
     assert found == {
         "config/base.py",  # shown(), which masks
         "gateway/launch.py", "agents/gateway_process.py",  # settings of a gateway, which has no table for secrets
-        "agents/verifiers_env.py", "rollout/eval_set.py",  # rows, and what an evaluation set lays over a run
+        "agents/verifiers_env.py", "rollout/measure/eval_set.py",  # rows, and what an evaluation set lays over a run
         "engines/run_client.py", "engines/endpoints.py", "gateway/fleet.py",  # addresses, with paths of key files
         "engines/plugin/arrays.py", "processes/state.py", "commands/doctor.py", "commands/status.py",  # no settings
     }  # fmt: skip

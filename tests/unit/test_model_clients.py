@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from rltool.rollout import model_clients
-from rltool.rollout.model_clients import ModelClient, Models, ended_in_time
+from rltool.rollout.serving import model_clients
+from rltool.rollout.serving.model_clients import ModelClient, Models, ended_in_time
 
 
 class Judge:

@@ -24,8 +24,8 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.data import Prompt, PromptSource, load_prompts
 from rltool.rollout.data.own import load_own_source
-from rltool.rollout.dump import read_dump, write_dump
 from rltool.rollout.groups import new_samples
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.multimodal import multimodal_inputs
 from rltool.rollout.sample import Sample
 from rltool.training import modalities

@@ -27,10 +27,10 @@ from rltool.rollout.generate import GenerateContext, fill_group, load_generate
 from rltool.rollout.groups import GroupState
 from rltool.rollout.own_batch import SampleJudge, changed_batch, load_batch_hook
 from rltool.rollout.own_rollout import OwnCollector
+from rltool.rollout.rewards.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import Scorer, load_filter, load_hook
+from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.snapshot import snapshot
-from rltool.rollout.versions import VersionBook
 from rltool.training.advantages import with_advantages
 from rltool.training.rollout_actor import ManagerFailed, failing_in_order
 from tests.unit.test_collector import RUN, Versions, Work, batches, make, numbers, publish, taken_up

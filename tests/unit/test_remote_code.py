@@ -16,7 +16,7 @@ from rltool.cli import main
 from rltool.engines.types import VersionSpan
 from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.run_directory import open_run
-from rltool.rollout.dump import about_model, write_dump
+from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from tests.tiny_models import write_tiny_qwen2
 

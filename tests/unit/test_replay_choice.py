@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from rltool.cli import load_command
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
-from rltool.rollout.dump import write_dump
-from rltool.rollout.replay_choice import chosen_steps, subsample
+from rltool.rollout.measure.dump import write_dump
+from rltool.rollout.measure.replay_choice import chosen_steps, subsample
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.training.engine_benchmark import Totals
 from rltool.training.sources import RecordedRollouts

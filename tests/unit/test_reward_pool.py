@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from rltool.errors import RltoolError, UsageError
-from rltool.rollout.reward_pool import RewardFailure, RewardPool
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
 HERE = "tests.unit.reward_functions:"
@@ -205,7 +205,7 @@ def test_the_workers_end_with_their_parent():
     import sys
 
     code = (
-        "import asyncio, os; from rltool.rollout.reward_pool import RewardPool\n"
+        "import asyncio, os; from rltool.rollout.rewards.pool import RewardPool\n"
         f"pool = RewardPool({HERE + 'plain'!r}, workers=2, timeout=9)\n"
         "asyncio.run(pool.ready())\n"
         "print(*[worker.process.pid for worker in pool._workers.workers], flush=True)\n"

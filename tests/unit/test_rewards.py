@@ -7,10 +7,10 @@ from rltool.config.rollout import RolloutConfig
 from rltool.errors import UsageError
 from rltool.rollout.contracts import ContractViolation, check_generate_function, check_reward_function
 from rltool.rollout.generate import load_generate
-from rltool.rollout.reward_pool import load_reward
-from rltool.rollout.rewards import exact_match, final_answer, math_answer, reasoning_gym_score
+from rltool.rollout.rewards.pool import load_reward
+from rltool.rollout.rewards.scoring import load_filter, load_hook
+from rltool.rollout.rewards.shipped import exact_match, final_answer, math_answer, reasoning_gym_score
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import load_filter, load_hook
 
 
 def sample(index=0, label="nus", **fields):
@@ -77,7 +77,7 @@ def test_reasoning_gym_score_pays_for_near_misses():
     [
         ("no_colon", "expected `package.module:function`"),
         ("no_such_module_here:f", "no module named 'no_such_module_here'"),
-        ("rltool.rollout.rewards:exact_mach", "did you mean 'exact_match'"),
+        ("rltool.rollout.rewards.shipped:exact_mach", "did you mean 'exact_match'"),
         ("rltool.rollout.generate:MAX_CONTINUATIONS", "expected a function, found int"),
     ],
 )
@@ -94,13 +94,13 @@ def test_a_module_that_fails_while_imported_is_a_usage_error(tmp_path, monkeypat
         load_callable("broken_reward_module:f", setting="reward.function")
 
 
-@pytest.mark.parametrize("path", ["os:getcwd", "rltool.rollout.rewards:final_answer", "json:dumps"])
+@pytest.mark.parametrize("path", ["os:getcwd", "rltool.rollout.rewards.shipped:final_answer", "json:dumps"])
 def test_a_function_that_cannot_be_called_as_a_reward_is_refused_with_its_signature(path):
     with pytest.raises(UsageError, match=r"reward\.function = .*called as f\(sample, text\), which \(.* does not take"):
         load_reward(path)
 
 
-@pytest.mark.parametrize("path", ["rltool.rollout.rewards:exact_match", "tests.unit.reward_functions:judge"])
+@pytest.mark.parametrize("path", ["rltool.rollout.rewards.shipped:exact_match", "tests.unit.reward_functions:judge"])
 def test_a_plain_function_and_a_callable_object_are_rewards(path):
     assert callable(load_reward(path))
 
@@ -115,8 +115,8 @@ def test_the_other_functions_of_a_rollout_are_refused_by_their_signature_as_well
 
 
 def test_shipped_rewards_and_generation_keep_their_contracts():
-    check_reward_function("rltool.rollout.rewards:exact_match")
-    check_reward_function("rltool.rollout.rewards:math_answer")
+    check_reward_function("rltool.rollout.rewards.shipped:exact_match")
+    check_reward_function("rltool.rollout.rewards.shipped:math_answer")
     check_generate_function("rltool.rollout.generate:generate_group")
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from rltool.engines.types import VersionSpan
-from rltool.rollout.metrics import eval_metrics, rollout_metrics, zero_std_group_fraction
+from rltool.rollout.measure.metrics import eval_metrics, rollout_metrics, zero_std_group_fraction
 from rltool.rollout.sample import Sample, SampleStatus
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from rltool.errors import UsageError
-from rltool.rollout.dump import write_dump
-from rltool.rollout.record import check_directory, check_settings
+from rltool.rollout.measure.dump import write_dump
+from rltool.rollout.measure.record import check_directory, check_settings
 
 
 def test_trainer_settings_typed_on_the_command_line_are_refused():

@@ -14,7 +14,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.weight_version import Lineage
 from rltool.errors import OutputFailed, RltoolError, UsageError
 from rltool.rollout.collector import CollectionInterrupted
-from rltool.rollout.evaluation import Evaluated
+from rltool.rollout.measure.evaluation import Evaluated
 from rltool.terminal import Console
 from rltool.training import rollouts
 from rltool.training.rollout_batch import Rollout

@@ -33,7 +33,7 @@ from rltool.engines.types import (
 )
 from rltool.errors import EngineError, TrainingStopped, UsageError
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.training.routing_replay import check_has_routing, check_rollout_engines, routing_of, wanted_routing

@@ -14,8 +14,8 @@ from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State, Transition
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineUnreachable, TrainingStopped
-from rltool.rollout import router_members
-from rltool.rollout.router_members import RouterMembers, engine_of, foreign_workers
+from rltool.rollout.serving import router_members
+from rltool.rollout.serving.router_members import RouterMembers, engine_of, foreign_workers
 from rltool.router.workers import Worker
 from tests import fleets
 

@@ -12,9 +12,7 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import Completion, Drafts, EngineCounters, Tally, VersionSpan
 from rltool.errors import EngineError
-from rltool.rollout.engine_rates import EngineRates, rates
-from rltool.rollout.sample import Sample
-from rltool.rollout.sample_metrics import (
+from rltool.rollout.measure.sample_metrics import (
     MOST_VALUES,
     all_sample_metrics,
     category_metrics,
@@ -25,6 +23,8 @@ from rltool.rollout.sample_metrics import (
     speed_metrics,
     work_metrics,
 )
+from rltool.rollout.sample import Sample
+from rltool.rollout.serving.rates import EngineRates, rates
 from rltool.training.step_metrics import step_speed
 from tests import fleets
 

@@ -17,9 +17,9 @@ from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
 from rltool.report.sample_text import sample_view
 from rltool.report.samples import SampleRecord, Span, mean_difference, median, ordered, read_samples, spread
-from rltool.rollout.dump import about_model, write_dump
+from rltool.rollout.measure.dump import about_model, write_dump
+from rltool.rollout.measure.sample_records import records_to_keep, sample_record
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.sample_records import records_to_keep, sample_record
 from rltool.terminal import Console
 from rltool.training.sample_log import SampleLog, Scored, with_trainer_logprobs
 from tests.hostile import HOSTILE, SHOWN

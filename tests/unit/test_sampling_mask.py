@@ -16,7 +16,7 @@ from rltool.engines.types import Completion, EngineInfo, GenerateRequest, Sampli
 from rltool.errors import EngineError, UsageError
 from rltool.megatron.topk_head import head_logprobs_of, kept_distribution
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.snapshot import _as_it_is
 from rltool.rollout.stop_strings import cut_at_stop

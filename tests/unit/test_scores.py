@@ -15,11 +15,11 @@ from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
-from rltool.rollout.data_plane import PoisonousRequest
 from rltool.rollout.groups import Group
-from rltool.rollout.model_clients import ModelClient, Models
+from rltool.rollout.rewards.scores import Scores, add_teacher_logprobs
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scores import Scores, add_teacher_logprobs
+from rltool.rollout.serving.data_plane import PoisonousRequest
+from rltool.rollout.serving.model_clients import ModelClient, Models
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rltool.errors import TrainingStopped
-from rltool.rollout.reward_pool import RewardFailure
+from rltool.rollout.rewards.pool import RewardFailure
+from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import FailureLimit, Scorer
 
 
 def group(number=0, count=8):

@@ -12,15 +12,15 @@ from rltool.config.reward import SHIPPED, SHIPPED_FOR_GROUPS, RewardConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.rollout.contracts import ContractViolation, check_reward_function
-from rltool.rollout.group_reward import GroupReward, load_group_reward, rank
-from rltool.rollout.instructions import CHECKS, instructions_followed
-from rltool.rollout.metrics import rollout_metrics
-from rltool.rollout.model_clients import Models, Reply
-from rltool.rollout.reward_parts import RewardParts, check_rewards, start_rewards
-from rltool.rollout.reward_pool import RewardFailure, load_reward
-from rltool.rollout.rewards import chosen_letter, f1, math_verified, multiple_choice, numeric, regex
+from rltool.rollout.measure.metrics import rollout_metrics
+from rltool.rollout.rewards.group import GroupReward, load_group_reward, rank
+from rltool.rollout.rewards.instructions import CHECKS, instructions_followed
+from rltool.rollout.rewards.parts import RewardParts, check_rewards, start_rewards
+from rltool.rollout.rewards.pool import RewardFailure, load_reward
+from rltool.rollout.rewards.scoring import Scorer
+from rltool.rollout.rewards.shipped import chosen_letter, f1, math_verified, multiple_choice, numeric, regex
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.serving.model_clients import Models, Reply
 from tests.unit.test_rewards import sample
 
 HERE = "tests.unit.test_shipped_rewards:"

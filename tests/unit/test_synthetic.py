@@ -7,7 +7,7 @@ import pytest
 
 from rltool.config.train import TrainConfig
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.training.sources import FakeRollouts, RecordedRollouts

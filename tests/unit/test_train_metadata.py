@@ -25,11 +25,11 @@ from rltool.megatron.loss import loss_rows, micro_batch_loss
 from rltool.report.sample_text import sample_view
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.contracts import check_group_hook, example_group
-from rltool.rollout.dump import DumpError, read_dump, write_dump
-from rltool.rollout.reward_pool import RewardPool
+from rltool.rollout.measure.dump import DumpError, read_dump, write_dump
+from rltool.rollout.measure.sample_records import sample_record
+from rltool.rollout.rewards.pool import RewardPool
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.sample_records import sample_record
-from rltool.rollout.scoring import Scorer
 from rltool.terminal import Console
 from rltool.training.advantages import with_advantages
 from tests.unit.test_agents import trajectory

@@ -16,9 +16,9 @@ from rltool.algorithms.ragged import at_last_loss_token
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.engines.types import VersionSpan
 from rltool.rollout.batching import samples_to_batch
-from rltool.rollout.dump import read_dump, write_dump
+from rltool.rollout.measure.dump import read_dump, write_dump
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
-from rltool.rollout.scoring import Scorer
 from rltool.training.advantages import estimate_advantages, with_advantages
 
 CREDIT = {"credit": "turn"}

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from rltool.engines.weight_version import BadWeightVersion, Lineage, WeightVersion
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.versions import VersionBook
 
 RUN, OTHER = "a" * 32, "b" * 32
 

@@ -25,7 +25,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import UsageError
 from rltool.processes.worker_pool import WorkerLost
-from rltool.rollout.dump import read_dump
+from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.sample import Sample
 from rltool.training import record
 from rltool.training.rollout_engines import Engines

@@ -21,7 +21,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
 from rltool.gateway.fleet import FleetView
-from rltool.rollout.versions import VersionBook
+from rltool.rollout.serving.versions import VersionBook
 from rltool.training.generation import Generation
 from tests import fleets
 from tests.contract.fakes.scripted import ScriptedVllm

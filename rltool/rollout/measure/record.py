@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rltool.errors import UsageError
-from rltool.rollout.dump import dumped_steps
+from rltool.rollout.measure.dump import dumped_steps
 
 UNUSED_SECTIONS = ("trainer", "optimizer", "algorithm", "weights", "checkpoint", "ray", "monitor")
 """Sections of the configuration that mean nothing without a trainer."""

@@ -1,4 +1,4 @@
-"""A process that runs a plain reward function for rltool.rollout.reward_pool.
+"""A process that runs a plain reward function for rltool.rollout.rewards.pool.
 
 A job is the pickle of a list that has, for each sample of a group, the pickle of (sample, text). Its answers: ACCEPTED,
 then for each sample in order the reward, a number, or {"failed": reason}. So the parent knows at any moment which

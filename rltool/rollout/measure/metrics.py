@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from rltool.rollout.eval_statistics import estimate, pass_at_k
+from rltool.rollout.measure.eval_statistics import estimate, pass_at_k
 from rltool.rollout.sample import Sample, SampleStatus
 
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import RewardContext
 
 GRADE = """You grade the answer of an assistant.
 

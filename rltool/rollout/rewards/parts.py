@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rltool.config.reward import RewardConfig
-from rltool.rollout.model_clients import Models
-from rltool.rollout.reward_pool import RewardFailure, RewardPool, load_reward
+from rltool.rollout.rewards.pool import RewardFailure, RewardPool, load_reward
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import Models
 
 
 class Part(NamedTuple):

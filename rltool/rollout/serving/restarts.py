@@ -18,7 +18,7 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.errors import RltoolError
 from rltool.processes.restarts import RestartBudget
 from rltool.processes.tasks import Background
-from rltool.rollout.fleet_monitor import FleetMonitor
+from rltool.rollout.serving.monitor import FleetMonitor
 
 LOOK_SECONDS = 1.0
 """How often hosts are asked whether a process has ended."""

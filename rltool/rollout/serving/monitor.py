@@ -20,7 +20,7 @@ from rltool.engines.fleet.fleet import State, Transition
 from rltool.engines.fleet.state import QUIET
 from rltool.errors import EngineError, UsageError
 from rltool.processes.tasks import Background, TaskFailed
-from rltool.rollout.loop_lag import LoopLag
+from rltool.rollout.serving.loop_lag import LoopLag
 
 KEPT_TRANSITIONS = 200
 """How many of the last transitions `recent` shows."""
@@ -29,7 +29,7 @@ CANARY_SECONDS = 15.0
 
 
 class Router(Protocol):
-    """The worker list of the router in front of the fleet (rollout/router_members.py)."""
+    """The worker list of the router in front of the fleet (rollout/serving/router_members.py)."""
 
     def note(self, transition: Transition) -> None: ...
 

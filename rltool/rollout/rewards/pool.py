@@ -7,7 +7,7 @@ are started with the pool and import the function once; a group of samples trave
 answered as soon as it is scored. So a deadline is that of one sample, a worker that hangs or dies is known to have done
 so at one sample, and after that one has failed the others of its group go on in a new worker.
 
-Not here: what a failure means for the sample, its group and the run (rltool.rollout.scoring).
+Not here: what a failure means for the sample, its group and the run (rltool.rollout.rewards.scoring).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from rltool.config.reward import SHIPPED
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.tasks import beside
 from rltool.processes.worker_pool import START_SECONDS, WorkerLost, WorkerPool
-from rltool.rollout.model_clients import Models, RewardContext, ended_in_time, too_slow
-from rltool.rollout.reward_worker import CHANGED, describe, finite
+from rltool.rollout.rewards.worker import CHANGED, describe, finite
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import Models, RewardContext, ended_in_time, too_slow
 
 RewardFunction = Callable[..., Any]
 CONTEXT = "context"
@@ -67,7 +67,7 @@ class RewardPool:
         self._models = (asks and models) or Models()
         self._keywords = self._options | ({CONTEXT: RewardContext(self._models)} if asks else {})
         self._workers = WorkerPool(
-            "a reward worker", "rltool.rollout.reward_worker:main",
+            "a reward worker", "rltool.rollout.rewards.worker:main",
             (import_path_of(function_path), self._options, refuse_changes),
             workers=0 if self.is_async else workers,
         )  # fmt: skip

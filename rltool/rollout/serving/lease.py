@@ -2,7 +2,7 @@
 
 A lease is taken before the first control call, renewed by a task of its own (a sync, in which nobody probes, may take
 longer than a lease lasts), and given back at the end. Whoever loses it does not fight back: the run ends, and says who
-took the engine. So it does when the last engine without a plugin is left to another trainer (rollout/foreign.py), and
+took the engine. So it does when the last engine without a plugin is left to another trainer (rollout/serving/foreign.py), and
 when a lease expires because something in this process keeps it from being renewed.
 """
 
@@ -23,7 +23,7 @@ from rltool.engines.plugin.lease import Action, Answer
 from rltool.engines.types import EngineInfo, Holder
 from rltool.errors import EngineConflict, EngineError, RltoolError
 from rltool.processes.tasks import Background, beside
-from rltool.rollout.foreign import ForeignWeights
+from rltool.rollout.serving.foreign import ForeignWeights
 
 T = TypeVar("T")
 

@@ -36,7 +36,7 @@ from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside
-from rltool.rollout.fair_queue import FairQueue
+from rltool.rollout.serving.fair_queue import FairQueue
 
 RETRY_SECONDS = 0.2
 """Pause after a failed attempt, doubled with each up to sixteen times: an engine that refuses everything, or a router
@@ -55,7 +55,7 @@ KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
 
 
 class VersionJudge(Protocol):
-    """What the data plane asks of the run's versions (rollout/versions.py)."""
+    """What the data plane asks of the run's versions (rollout/serving/versions.py)."""
 
     published: int | None
 

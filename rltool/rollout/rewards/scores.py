@@ -20,9 +20,9 @@ from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable
 from rltool.processes.tasks import all_of
-from rltool.rollout.data_plane import PoisonousRequest
-from rltool.rollout.model_clients import ModelClient
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.data_plane import PoisonousRequest
+from rltool.rollout.serving.model_clients import ModelClient
 
 T = TypeVar("T")
 ATTEMPTS = 3

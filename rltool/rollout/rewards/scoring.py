@@ -14,10 +14,10 @@ from rltool.config.own_functions import named
 from rltool.config.rollout import RolloutConfig
 from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.json_fields import unwritable
-from rltool.rollout.model_clients import TooSlow
-from rltool.rollout.reward_pool import RewardFailure
-from rltool.rollout.reward_worker import describe
+from rltool.rollout.rewards.pool import RewardFailure
+from rltool.rollout.rewards.worker import describe
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.serving.model_clients import TooSlow
 
 Decode = Callable[[Sequence[int]], str]
 GroupFilter = Callable[[list[Sample]], str | None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from rltool.config.rollout import EvalConfig, SamplingConfig
 from rltool.engines.types import SamplingParams
 from rltool.rollout.data import Prompt
-from rltool.rollout.scoring import Scorer
+from rltool.rollout.rewards.scoring import Scorer
 
 
 @dataclass(frozen=True)

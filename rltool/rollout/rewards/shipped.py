@@ -1,4 +1,4 @@
-"""Rewards that compare a response with its label. Any reward function is run by rltool.rollout.reward_pool.
+"""Rewards that compare a response with its label. Any reward function is run by rltool.rollout.rewards.pool.
 
 A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `text` is the decoded response without
 special tokens. reward.function names it, by one of the names in rltool.config.reward or by import path; reward.options

@@ -10,10 +10,10 @@ from rltool.config.import_path import load_callable
 from rltool.config.reward import SHIPPED_FOR_GROUPS, RewardConfig
 from rltool.errors import UsageError
 from rltool.processes.tasks import beside
-from rltool.rollout.model_clients import Models, RewardContext, TooSlow, ended_in_time
-from rltool.rollout.reward_pool import CONTEXT, is_async, look_at, wants_context
-from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.rewards.pool import CONTEXT, is_async, look_at, wants_context
+from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import Models, RewardContext, TooSlow, ended_in_time
 
 SETTING = "reward.group"
 

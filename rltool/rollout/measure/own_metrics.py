@@ -7,7 +7,7 @@ from typing import Any
 
 from rltool.config.import_path import load_callable
 from rltool.config.train import MonitorConfig
-from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample
 
 PREFIX = "own/"

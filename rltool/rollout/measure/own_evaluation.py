@@ -11,9 +11,9 @@ from typing import Any
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import EvalConfig
 from rltool.errors import RltoolError
-from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.generate import GenerateContext
-from rltool.rollout.reward_worker import describe, finite
+from rltool.rollout.measure.eval_set import EvalSet
+from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample
 
 _NAME = re.compile(r"[\w.@-]+")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.rollout.model_clients import RewardContext
 from rltool.rollout.sample import Sample
+from rltool.rollout.serving.model_clients import RewardContext
 
 
 async def reward_model(

@@ -28,7 +28,7 @@ class RouterLost(GenerationLost):
 
 
 class GuardedRouter(Protocol):
-    """The router's worker list (rollout/router_members.py)."""
+    """The router's worker list (rollout/serving/router_members.py)."""
 
     @property
     def url(self) -> str: ...

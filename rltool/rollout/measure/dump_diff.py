@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.rollout.dump import dumped_steps, read_dump
+from rltool.rollout.measure.dump import dumped_steps, read_dump
 from rltool.rollout.sample import Sample
 
 LONGEST_VALUE = 80

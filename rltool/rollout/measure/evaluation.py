@@ -13,14 +13,14 @@ from pathlib import Path
 from rltool.config.train import TrainConfig
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.processes.tasks import all_of
-from rltool.rollout.dump import about_model, write_dump
-from rltool.rollout.eval_set import EvalSet
 from rltool.rollout.generate import GenerateContext, GenerateFunction, fill_group
 from rltool.rollout.groups import new_samples
-from rltool.rollout.metrics import eval_metrics
-from rltool.rollout.own_evaluation import EvalContext, EvalFunction, call
+from rltool.rollout.measure.dump import about_model, write_dump
+from rltool.rollout.measure.eval_set import EvalSet
+from rltool.rollout.measure.metrics import eval_metrics
+from rltool.rollout.measure.own_evaluation import EvalContext, EvalFunction, call
+from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample
-from rltool.rollout.scoring import Scorer
 from rltool.rollout.seeds import hash31
 
 

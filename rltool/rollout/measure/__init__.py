@@ -1,0 +1,1 @@
+"""Metrics of samples, evaluations, and rollouts on disk: dumps, their comparison, replays."""

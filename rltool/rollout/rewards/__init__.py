@@ -1,0 +1,1 @@
+"""Rewards: the shipped ones, users' own, judges and reward models, and the processes that run them."""
