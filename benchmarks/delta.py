@@ -42,9 +42,9 @@ from rltool.engines.transfer.wire import bucket_bytes, meta_of, plan_buckets, sp
 from rltool.engines.weight_version import WeightVersion
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.weights.connections import Trainer
-from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.delta.writer import DeltaWriter
 from rltool.weights.sync import SyncDeadlines, WeightSync
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 from tests.ranks import SenderRanks, flat_bytes
 
 RUN = "b" * 32

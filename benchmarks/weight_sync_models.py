@@ -12,8 +12,8 @@ from torch import Tensor
 
 from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for, read_hf_config
-from rltool.weights.implied_checksums import implied_checksums
-from rltool.weights.parameter_layout import ParameterLayout
+from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 Implied = dict[str, tuple[str, ...]]
 """The engine's name of a parameter -> its digest on each rank."""

@@ -18,13 +18,13 @@ from rltool.errors import EngineError
 from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part
 from rltool.models.base import Parameter
-from rltool.weights.implied_checksums import implied_checksums
-from rltool.weights.parameter_layout import ParameterLayout
-from rltool.weights.ranks_together import one_answer, one_meeting, one_report
-from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.stream import named_tensors
+from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.sender import SendReport, WeightSender
+from rltool.weights.send.stream import named_tensors
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
+from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 def flat_bytes(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:

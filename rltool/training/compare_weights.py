@@ -32,10 +32,10 @@ from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.models.hf_directory import HFTensors
 from rltool.models.registry import family_for, read_hf_config
 from rltool.training.preflight import with_model_config
-from rltool.weights.implied_checksums import implied_checksums
-from rltool.weights.parameter_layout import ParameterLayout, layout_of, why_no_checksums
-from rltool.weights.tolerances import check_tolerance
-from rltool.weights.verdict import Sampled, Verdict, verdict
+from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of, why_no_checksums
+from rltool.weights.verify.tolerances import check_tolerance
+from rltool.weights.verify.verdict import Sampled, Verdict, verdict
 
 PROMPTS = 4
 PROMPT_TOKENS = 8

@@ -34,7 +34,7 @@ from rltool.training.step_metrics import step_speed
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
 from rltool.training.trainer_group import TrainerGroup
-from rltool.weights.tolerances import difference_limit
+from rltool.weights.verify.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
 """What a signal does from the first finished step on."""

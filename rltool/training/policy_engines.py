@@ -21,11 +21,11 @@ from rltool.training.fleet_membership import FleetMembership
 from rltool.training.preflight import with_model_config
 from rltool.training.rollout_engines import Engines
 from rltool.training.weight_updates import Oversight, WeightUpdates
-from rltool.weights.comparison import Comparison
 from rltool.weights.connections import Trainer
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import SyncDeadlines, WeightSync
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.values import ValueCheck
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnr
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.training.disaggregated import check_halves
-from rltool.weights.tolerances import check_tolerance, difference_limit
 from rltool.weights.transport import Backend, choose_for
+from rltool.weights.verify.tolerances import check_tolerance, difference_limit
 
 ARCHITECTURE_KEYS = (
     "architectures", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

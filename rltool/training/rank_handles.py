@@ -16,10 +16,10 @@ from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.training.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.sharding import Sharder
-from rltool.weights.parameter_layout import ParameterLayout
-from rltool.weights.ranks_together import one_answer, one_meeting, one_report
-from rltool.weights.sender import SendReport
+from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 class RankHandles:

@@ -19,11 +19,11 @@ from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.training.devices import RankDevice, device_of_rank
-from rltool.weights.implied_checksums import implied_checksums
-from rltool.weights.parameter_layout import ParameterLayout
-from rltool.weights.sender import SendReport, WeightSender
-from rltool.weights.stream import named_tensors
+from rltool.weights.send.sender import SendReport, WeightSender
+from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
+from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 @cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": 2})  # which its overloads do not have

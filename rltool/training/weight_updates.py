@@ -18,10 +18,10 @@ from rltool.rollout.serving.guard import EngineGuard
 from rltool.rollout.serving.lease import Ownership
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.versions import VersionBook
-from rltool.weights.comparison import Comparison
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed
-from rltool.weights.verdict import Verdict
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.verdict import Verdict
 
 RESYNC_SECONDS = 0.5
 """How often a manager whose trainer waits for a batch looks for engines that a sync has left STALE."""

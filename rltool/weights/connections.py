@@ -23,8 +23,7 @@ from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.weights.engine_calls import Act, EngineCalls
-from rltool.weights.parameter_layout import ParameterLayout
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import (
     PausingControl,
@@ -35,6 +34,7 @@ from rltool.weights.transport import (
     choose_for,
     transport,
 )
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
 Run = Callable[[EngineEndpoint, Sequence[HttpRequest]], Awaitable[None]]

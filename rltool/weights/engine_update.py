@@ -28,7 +28,7 @@ from rltool.weights.connections import STEP_SHARE, Connection, Connections, Rank
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import CHECKS_MISSED, EngineSilent, while_alive
 from rltool.weights.residency import SharedGpus
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import OneRequestControl, PausingControl, ReceiverControl, Rendezvous
 
 REASON_SECONDS = 5.0

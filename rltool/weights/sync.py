@@ -36,9 +36,9 @@ from rltool.weights.connections import Connections, Trainer
 from rltool.weights.engine_calls import EngineCalls
 from rltool.weights.engine_update import EngineUpdate, SyncPlan
 from rltool.weights.residency import SharedGpus
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
-from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 
 Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]

@@ -18,7 +18,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.weights.connections import Trainer
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import SyncDeadlines, WeightSync
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
 from tests.contract.fakes.sglang import VOCAB_SIZE
 from tests.contract.fakes.vllm import FakeVllm

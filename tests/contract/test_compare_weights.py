@@ -7,7 +7,7 @@ import torch
 
 from rltool.cli import main
 from rltool.engines.dialects.checksums import Compared
-from rltool.weights.verdict import Sampled, verdict
+from rltool.weights.verify.verdict import Sampled, verdict
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 

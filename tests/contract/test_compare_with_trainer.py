@@ -13,8 +13,8 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet.fleet import Member
-from rltool.weights.comparison import Comparison
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.values import ValueCheck
 from tests import fleets
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang

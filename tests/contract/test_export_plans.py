@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
-from rltool.weights.comparison import Comparison
 from rltool.weights.transports import nccl_sender
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.values import ValueCheck
 from tests.contract import sync_rig
 from tests.contract.fakes import nccl as fake_nccl
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang

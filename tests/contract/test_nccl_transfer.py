@@ -15,7 +15,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.transfer.wire import meta_of, plan_buckets
 from rltool.errors import EngineError
-from rltool.weights.sender import SendReport, WeightSender
+from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.transport import Receiver, choose, transport
 from rltool.weights.transports import nccl_sender
 from tests.contract.fakes import nccl as fake_nccl

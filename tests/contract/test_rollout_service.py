@@ -49,7 +49,7 @@ from rltool.training.engine_benchmark import simulate_sync
 from rltool.training.rollout_engines import Engines, Syncing
 from rltool.training.rollout_service import Rollout, RolloutService
 from rltool.weights.sync_report import WeightSyncFailed
-from rltool.weights.verify import Compared, ValueCheck
+from rltool.weights.verify.values import Compared, ValueCheck
 from tests.contract.fakes.experts import chosen
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

@@ -18,7 +18,7 @@ from rltool.engines.fleet.fleet import State
 from rltool.processes.ports import reserved_ports
 from rltool.weights import engine_calls, engine_update, liveness
 from rltool.weights.memory import Memory
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
 from rltool.weights.transport import transport
 from tests import fleets

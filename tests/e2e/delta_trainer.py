@@ -21,9 +21,9 @@ from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights import connections
-from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.sync import SyncDeadlines, WeightSync
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.parameter_layout import ParameterLayout
+from rltool.weights.verify.values import ValueCheck
 from tests.e2e.engines import RunningEngine
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import new_request, perturbed_model

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
-from rltool.weights.comparison import Comparison
-from rltool.weights.verdict import Verdict
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.values import ValueCheck
+from rltool.weights.verify.verdict import Verdict
 from tests.e2e.delta_trainer import SECONDS, Trainer, trainer
 from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.tiny_models import write_tiny_tokenizer

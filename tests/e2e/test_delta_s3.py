@@ -15,7 +15,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta import chain
 from rltool.engines.delta.store import open_store
 from rltool.engines.weight_version import WeightVersion
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.sync_report import WeightSyncFailed
 from tests.e2e.delta_trainer import EQUAL, RUN, SECONDS, Trainer, trainer
 from tests.e2e.engines import RunningEngine, serving_vllm

@@ -22,7 +22,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.weights.connections import Trainer
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Backend
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import mean_difference, new_request, perturbed_model

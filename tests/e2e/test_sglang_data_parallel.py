@@ -24,7 +24,7 @@ from rltool.errors import EngineError, UsageError
 from rltool.weights.connections import Trainer
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Rendezvous, choose, transport
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 from tests.e2e.engines import RunningEngine, serving_sglang
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import mean_difference, new_request, perturbed_model

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from rltool.weights.digests import sglang_cuda
+from rltool.weights.verify.digests import sglang_cuda
 from tests.e2e.engines import sglang_python
 from tests.unit.test_digests import OF_THE_KERNEL, random_vector
 

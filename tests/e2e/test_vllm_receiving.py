@@ -16,7 +16,7 @@ import torch
 from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
 from rltool.engines.plugin.replay import record_plan
 from rltool.engines.transfer.wire import meta_of, plan_buckets
-from rltool.weights.stream import fill_buckets
+from rltool.weights.send.stream import fill_buckets
 from rltool.weights.transport import Rendezvous
 from rltool.weights.transports.nccl_vllm import STOCK
 from tests.e2e.engines import free_port

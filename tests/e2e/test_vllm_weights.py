@@ -26,7 +26,7 @@ from rltool.weights.connections import Trainer
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.vllm import bucket_request
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.values import ValueCheck
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import (
     DISK,

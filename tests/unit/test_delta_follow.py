@@ -11,7 +11,7 @@ from rltool.engines.delta import chain
 from rltool.engines.delta.follow import Report, follow, newest
 from rltool.engines.delta.store import DirectoryStore, StoreError
 from rltool.engines.transfer.wire import meta_of, plan_buckets
-from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.delta.writer import DeltaWriter
 from tests.ranks import flat_bytes
 
 RUN = "0123456789abcdef0123456789abcdef"

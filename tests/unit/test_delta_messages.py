@@ -22,7 +22,7 @@ from rltool.engines.delta.patch import bits, patch_file
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
 from rltool.engines.transfer.wire import meta_of, plan_buckets, split_flat
 from rltool.engines.types import Bucket
-from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Rendezvous, SenderOptions, TransportError
 from rltool.weights.transports.delta_group import DeltaGroupSender

@@ -22,7 +22,7 @@ from rltool.engines.delta.patch import bits
 from rltool.engines.delta.rebuild import CannotRebuild, bring
 from rltool.engines.delta.store import KeyMissing, Store
 from rltool.engines.transfer.wire import meta_of, plan_buckets, split_flat
-from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.delta.writer import DeltaWriter
 from tests.ranks import flat_bytes
 
 RUN = "0123456789abcdef0123456789abcdef"

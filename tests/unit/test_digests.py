@@ -8,8 +8,8 @@ import hashlib
 import pytest
 import torch
 
-from rltool.weights import digests
-from rltool.weights.digests import sglang_cuda, sha256, sha256_64
+from rltool.weights.verify import digests
+from rltool.weights.verify.digests import sglang_cuda, sha256, sha256_64
 
 OF_THE_KERNEL = [
     (1, "bf0fece2a2a8c3b2", "111d6844ee497f59"),

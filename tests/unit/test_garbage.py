@@ -69,7 +69,7 @@ def test_what_was_there_is_not_looked_at_again_and_what_comes_is():
 
 def test_syncs_and_what_the_ranks_send_are_such_blocks(monkeypatch):
     """Of the two that matter: neither a method renamed nor a decorator lost goes unnoticed."""
-    from rltool.weights.sender import WeightSender
+    from rltool.weights.send.sender import WeightSender
     from rltool.weights.sync import WeightSync
 
     entered = []

@@ -16,8 +16,8 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.plugin.channels import ChannelError, IpcChannel
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
-from rltool.weights.ranks_together import one_answer, one_meeting, one_report
-from rltool.weights.sender import NOT_CONNECTED, SendReport, WeightSender
+from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.sender import NOT_CONNECTED, SendReport, WeightSender
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, TransportError, transport
 from rltool.weights.transports import sglang_tensors
 from rltool.weights.transports.ipc import IpcSender, check_handles

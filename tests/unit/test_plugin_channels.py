@@ -21,7 +21,7 @@ from rltool.engines.delta.rebuild import Rebuilt
 from rltool.engines.plugin.channels import ChannelError, NcclChannel, read_bucket_file, receive_bytes
 from rltool.engines.transfer import nccl
 from rltool.engines.types import TensorMeta
-from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.transport import Receiver, SenderOptions
 from rltool.weights.transports import nccl_sender
 from rltool.weights.transports.delta_group import NcclDeltaSender

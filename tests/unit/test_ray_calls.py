@@ -14,8 +14,8 @@ from rltool.megatron.runtime import OtherRankFailed
 from rltool.training import ray_calls
 from rltool.training.rank_handles import RankHandles
 from rltool.training.ray_calls import DeadlinePassed, cause, get_all
-from rltool.weights.parameter_layout import ParameterLayout
 from rltool.weights.transport import Receiver, Rendezvous
+from rltool.weights.verify.parameter_layout import ParameterLayout
 from tests.ranks import plan_of
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:3: Connection reset by peer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.weights.tolerances import check_tolerance, difference_limit
+from rltool.weights.verify.tolerances import check_tolerance, difference_limit
 
 
 @pytest.mark.parametrize(

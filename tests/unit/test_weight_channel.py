@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from rltool.errors import EngineError
-from rltool.weights import channel as channel_module
-from rltool.weights.buffers import CPU, BucketBuffers
-from rltool.weights.channel import Channel
+from rltool.weights.send import channel as channel_module
+from rltool.weights.send.buffers import CPU, BucketBuffers
+from rltool.weights.send.channel import Channel
 
 PATIENCE = 30.0
 """Seconds after which a test is given up; none takes as long."""

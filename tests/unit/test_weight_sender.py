@@ -12,13 +12,13 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.transfer.wire import meta_of, split_flat
-from rltool.weights import buffers as buffers_module
-from rltool.weights import channel as channel_module
-from rltool.weights import sender as sender_module
-from rltool.weights.buffers import BucketBuffers
 from rltool.weights.memory import NONE, Memory, most
-from rltool.weights.sender import WeightSender
-from rltool.weights.stream import WeightStreamError
+from rltool.weights.send import buffers as buffers_module
+from rltool.weights.send import channel as channel_module
+from rltool.weights.send import sender as sender_module
+from rltool.weights.send.buffers import BucketBuffers
+from rltool.weights.send.sender import WeightSender
+from rltool.weights.send.stream import WeightStreamError
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from tests.ranks import plan_of
 

@@ -5,7 +5,7 @@ import torch
 
 from rltool.engines.transfer.wire import bucket_bytes, plan_buckets
 from rltool.engines.types import TensorMeta
-from rltool.weights.stream import WeightStreamError, fill_buckets
+from rltool.weights.send.stream import WeightStreamError, fill_buckets
 
 
 def meta(name: str, *shape: int, dtype: str = "float32") -> TensorMeta:

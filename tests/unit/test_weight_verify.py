@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rltool.engines.types import Completion, EngineInfo
-from rltool.weights.verify import PROMPT_TOKENS, RESPONSE_TOKENS, ValueCheck, probe_request
+from rltool.weights.verify.values import PROMPT_TOKENS, RESPONSE_TOKENS, ValueCheck, probe_request
 
 URLS = ["http://a:1", "http://b:2"]
 CHECK = ValueCheck(vocab_size=100, temperature=1.0, tolerance=1e-3)

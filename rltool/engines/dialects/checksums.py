@@ -28,7 +28,7 @@ _FUSED_PART = re.compile(rf"\.({'|'.join(FUSED)})\.(weight|bias)$")
 _TENSOR_PARALLEL = re.compile(r"(?:^|:)tp(\d+)$")
 
 DigestKind = Literal["sha256", "sha256_64", "sglang_cuda"]
-"""SHA-256; its first 64 bits; what SGLang's kernel makes of a tensor on a GPU (rltool.weights.digests)."""
+"""SHA-256; its first 64 bits; what SGLang's kernel makes of a tensor on a GPU (rltool.weights.verify.digests)."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from rltool.engines.delta.follow import Report
 from rltool.engines.delta.store import Store, StoreError, open_store
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.weights.delta_writer import DeltaWriter
+from rltool.weights.delta.writer import DeltaWriter
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm

@@ -15,7 +15,7 @@ from torch import Tensor
 from rltool.engines.delta.chain import File, Held
 from rltool.engines.delta.messages import Kind, flat_of, header
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
-from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import vllm

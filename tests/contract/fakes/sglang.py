@@ -482,7 +482,7 @@ class FakeSglang:
             return _outcome(False, "Unsupported action")
         import torch
 
-        from rltool.weights.digests import sglang_cuda, sha256_64
+        from rltool.weights.verify.digests import sglang_cuda, sha256_64
 
         digest = sglang_cuda if self.device == "cuda" else sha256_64
         digests = {

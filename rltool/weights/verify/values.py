@@ -19,7 +19,7 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import logprob_difference
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams
-from rltool.weights.tolerances import check_tolerance
+from rltool.weights.verify.tolerances import check_tolerance
 
 PROMPT_TOKENS = 8
 RESPONSE_TOKENS = 16

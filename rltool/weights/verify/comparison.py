@@ -20,10 +20,10 @@ from rltool.engines.fleet.fleet import Member
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
-from rltool.weights.parameter_layout import ParameterLayout, layout_of
 from rltool.weights.residency import SharedGpus
-from rltool.weights.verdict import Sampled, Verdict, verdict
-from rltool.weights.verify import ValueCheck
+from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of
+from rltool.weights.verify.values import ValueCheck
+from rltool.weights.verify.verdict import Sampled, Verdict, verdict
 
 SAMPLES = 4
 """Of one prompt, by each engine."""

@@ -20,12 +20,12 @@ from rltool.engines.transfer.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan, Stream, drain
 from rltool.processes import garbage
-from rltool.weights.buffers import BUFFERS, CPU, BucketBuffers, Taking
-from rltool.weights.channel import Call, Channel
-from rltool.weights.delta_encoder import DeltaEncoder
+from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
-from rltool.weights.sending import Sending, end_in_order
-from rltool.weights.stream import fill_buckets
+from rltool.weights.send.buffers import BUFFERS, CPU, BucketBuffers, Taking
+from rltool.weights.send.channel import Call, Channel
+from rltool.weights.send.sending import Sending, end_in_order
+from rltool.weights.send.stream import fill_buckets
 from rltool.weights.transport import (
     Receiver,
     Rendezvous,

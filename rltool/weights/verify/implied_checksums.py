@@ -11,8 +11,8 @@ from rltool.engines.dialects.checksums import parts_of_parameters
 from rltool.engines.transfer.wire import dtype_of
 from rltool.megatron.export_plan import ExportPlan
 from rltool.models.base import Parameter
-from rltool.weights.digests import DIGESTS
-from rltool.weights.parameter_layout import ParameterLayout
+from rltool.weights.verify.digests import DIGESTS
+from rltool.weights.verify.parameter_layout import ParameterLayout
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the rows of an embedding to a multiple of it, with zeros."""

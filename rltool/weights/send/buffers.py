@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rltool.weights.channel import Call, Channel
 from rltool.weights.memory import NONE, Memory, most
+from rltool.weights.send.channel import Call, Channel
 
 BUFFERS = 2
 """One is filled while the other is sent."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from rltool.weights.memory import most
-from rltool.weights.sender import SendReport
+from rltool.weights.send.sender import SendReport
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Rendezvous
 

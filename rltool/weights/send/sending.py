@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from rltool.engines.types import Bucket
-from rltool.weights.buffers import Taking
-from rltool.weights.channel import Call, Channel
+from rltool.weights.send.buffers import Taking
+from rltool.weights.send.channel import Call, Channel
 from rltool.weights.transport import SenderTransport, Work
 
 

@@ -1,0 +1,1 @@
+"""Do engines hold the trainer's weights: log-probabilities, checksums, digests, tolerances."""
