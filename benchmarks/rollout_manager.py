@@ -29,9 +29,9 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.types import EngineInfo
 from rltool.quickstart.tiny_model import make_tiny_model
-from rltool.training.preflight import probe_fleet
-from rltool.training.rollout_engines import Engines
-from rltool.training.rollout_service import RolloutService
+from rltool.training.checks.preflight import probe_fleet
+from rltool.training.manager.rollout_engines import Engines
+from rltool.training.manager.service import RolloutService
 
 
 def constant_reward(sample: object, text: str) -> float:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # the same as `_MODULES`; a test compares them
     from rltool.rollout.sample import SampleStatus as SampleStatus
     from rltool.rollout.serving.model_clients import RewardContext as RewardContext
     from rltool.training.contracts import check_logger as check_logger
-    from rltool.training.loggers import LoggedRun as LoggedRun
+    from rltool.training.observe.loggers import LoggedRun as LoggedRun
 
 _MODULES = {
     "rltool.algorithms.batch": ("TrainBatch",),
@@ -76,7 +76,7 @@ _MODULES = {
     "rltool.rollout.own_rollout": ("RolloutContext",),
     "rltool.rollout.sample": ("Sample", "SampleStatus"),
     "rltool.training.contracts": ("check_logger",),
-    "rltool.training.loggers": ("LoggedRun",),
+    "rltool.training.observe.loggers": ("LoggedRun",),
 }  # fmt: skip
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 __all__ = sorted(_HOMES)

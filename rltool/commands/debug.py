@@ -69,7 +69,7 @@ def rollout_only(
     from rltool.errors import UsageError
     from rltool.models.hub import with_local_models
     from rltool.rollout.measure.record import check_directory, check_settings
-    from rltool.training.preflight import (
+    from rltool.training.checks.preflight import (
         check_fleet,
         check_router,
         describe_fleet,
@@ -77,11 +77,11 @@ def rollout_only(
         resolve_endpoints,
         uncompared,
     )
+    from rltool.training.checks.routing_replay import check_rollout_engines
+    from rltool.training.checks.side_models import check_all_there, probe_models, running_models
+    from rltool.training.checks.validate import check_addresses, check_files
+    from rltool.training.manager.rollout_engines import Engines
     from rltool.training.record import record_rollouts
-    from rltool.training.rollout_engines import Engines
-    from rltool.training.routing_replay import check_rollout_engines
-    from rltool.training.side_models import check_all_there, probe_models, running_models
-    from rltool.training.validate import check_addresses, check_files
 
     flags = {**rollout_flags(rollout_external, router), "steps": ("--steps", steps), "seed": ("--seed", seed)}
     loaded = load_config(TrainConfig, config or [], set_ or [], flags, rules=RULES_OF_GENERATION)
@@ -220,8 +220,8 @@ def data(
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.models.hub import with_local_models
-    from rltool.training.show_data import describe_data
-    from rltool.training.validate import check_files
+    from rltool.training.checks.validate import check_files
+    from rltool.training.observe.show_data import describe_data
 
     settings = with_local_models(load_config(TrainConfig, config or [], set_ or [], rules=()).config)
     check_files(settings)
@@ -293,7 +293,7 @@ def _compared(
 ) -> Iterator[ComparedRow]:  # fmt: skip
     """With a checkpoint, or with another engine."""
     from rltool.engines.endpoints import resolve
-    from rltool.training.compare_weights import compare_with_checkpoint, compare_with_engine
+    from rltool.training.manager.compare_weights import compare_with_checkpoint, compare_with_engine
 
     def keyed(*addresses: str):
         found = resolve(addresses).engines

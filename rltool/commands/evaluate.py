@@ -49,10 +49,16 @@ def evaluate(
     from rltool.models.hub import local_model, with_local_models
     from rltool.report.eval_table import result, result_table
     from rltool.rollout.measure.evaluation import write_evaluated
+    from rltool.training.checks.preflight import (
+        check_fleet,
+        check_router,
+        describe_fleet,
+        probe_fleet,
+        resolve_endpoints,
+    )
+    from rltool.training.checks.side_models import check_all_there, probe_models, running_models
     from rltool.training.evaluate import check_alone, evaluate_alone
-    from rltool.training.preflight import check_fleet, check_router, describe_fleet, probe_fleet, resolve_endpoints
-    from rltool.training.rollout_engines import Engines
-    from rltool.training.side_models import check_all_there, probe_models, running_models
+    from rltool.training.manager.rollout_engines import Engines
 
     if checkpoint is not None and rollout_external:
         raise UsageError("--rollout-external and --checkpoint: give one of them, for it is one model that is evaluated")

@@ -93,8 +93,8 @@ def train(
         raise typer.Exit(with_restarts(directory, restarts))
     with RunLock(directory) as lock, _told_apart(attempt):
         # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
+        from rltool.training.observe.report import print_plan
         from rltool.training.prepare import nothing_left, prepare
-        from rltool.training.report import print_plan
 
         if (resume or attempt > 1) and (done := nothing_left(loaded.config, directory)) is not None:
             say(done)
@@ -171,7 +171,7 @@ def say(line: str) -> None:
 
 def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:
     """Execute what was prepared, print how it ended, and leave with its exit code. attempt: see `_told_apart`."""
-    from rltool.training.report import print_outcome
+    from rltool.training.observe.report import print_outcome
     from rltool.training.session import execute
     from rltool.training.stopping import StopSignal
 

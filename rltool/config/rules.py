@@ -1,6 +1,6 @@
 """Rules between the keys of a run's configuration: what contradicts what, and what would have no effect. TrainConfig
 applies them, so it is valid however it was made. What needs a file, an import or an engine is checked in
-rltool/training/validate.py.
+rltool/training/checks/validate.py.
 
 Each rule raises ValueError for the first setting that cannot work. The message names the key and the fix.
 """

@@ -17,7 +17,7 @@ from rltool.processes.spawn import ProcessSpec, RunningProcess, describe_exit
 from rltool.processes.supervise import ProcessGroup
 from rltool.quickstart.metrics_tail import MetricsTail, finished_step, headline, numbers
 from rltool.terminal import Console
-from rltool.training.metrics import step_line
+from rltool.training.observe.metrics import step_line
 
 STEP_LINE = "step "
 """How the trainer's own line of a step begins; each step is shown from its metrics instead."""

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rltool.errors import ContractViolation, UsageError
-from rltool.training.loggers import LoggedRun, own_logger
+from rltool.training.observe.loggers import LoggedRun, own_logger
 
 
 def check_logger(path: str) -> None:

@@ -9,9 +9,9 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.rollout.data.spec import parse_spec
 from rltool.rollout.measure.evaluation import Evaluated
-from rltool.training.rollout_engines import Engines
-from rltool.training.rollout_service import RolloutService
-from rltool.training.validate import check_data_files, check_model_directory
+from rltool.training.checks.validate import check_data_files, check_model_directory
+from rltool.training.manager.rollout_engines import Engines
+from rltool.training.manager.service import RolloutService
 
 
 def check_alone(config: TrainConfig) -> None:

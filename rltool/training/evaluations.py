@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rltool.config.train import TrainConfig
-from rltool.training.metrics import MetricsWriter, step_line
+from rltool.training.observe.metrics import MetricsWriter, step_line
 
 
 class Evaluator(Protocol):

@@ -25,15 +25,15 @@ from rltool.training.advantages import (
     with_old_logprobs,
     with_stale_tokens_masked,
 )
+from rltool.training.checks.routing_replay import check_has_routing
 from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
-from rltool.training.metrics import MetricsWriter, step_line
-from rltool.training.routing_replay import check_has_routing
-from rltool.training.sample_log import SampleLog, Scored
+from rltool.training.observe.metrics import MetricsWriter, step_line
+from rltool.training.observe.sample_log import SampleLog, Scored
+from rltool.training.observe.step_metrics import step_speed
+from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.sources import BatchSource, SourcedBatch
-from rltool.training.step_metrics import step_speed
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
-from rltool.training.trainer_group import TrainerGroup
 from rltool.weights.verify.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"

@@ -19,13 +19,8 @@ from rltool.models.hub import with_local_models
 from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.serving.side_model import SideEngines
 from rltool.terminal import write_line
-from rltool.training.cluster import available_gpus
-from rltool.training.devices import Device, choose_device, visible_gpus
-from rltool.training.disaggregated import check_regular
-from rltool.training.evaluations import is_due
-from rltool.training.loggers import check_loggers
-from rltool.training.placement import PlacementPlan
-from rltool.training.preflight import (
+from rltool.training.checks.disaggregated import check_regular
+from rltool.training.checks.preflight import (
     EnginesAway,
     ProbedFleet,
     check_fleet,
@@ -36,12 +31,9 @@ from rltool.training.preflight import (
     resolve_evaluation,
     with_difference_limit,
 )
-from rltool.training.profiling import check_recording
-from rltool.training.resources import plan_resources
-from rltool.training.routing_replay import check_rollout_engines
-from rltool.training.side_models import check_all_there, probe_models, running_models
-from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
-from rltool.training.validate import (
+from rltool.training.checks.routing_replay import check_rollout_engines
+from rltool.training.checks.side_models import check_all_there, probe_models, running_models
+from rltool.training.checks.validate import (
     check_config,
     check_inputs,
     check_model,
@@ -49,6 +41,14 @@ from rltool.training.validate import (
     check_own_functions,
     check_weights,
 )
+from rltool.training.cluster.placement import PlacementPlan
+from rltool.training.cluster.ray_cluster import available_gpus
+from rltool.training.cluster.resources import plan_resources
+from rltool.training.evaluations import is_due
+from rltool.training.observe.loggers import check_loggers
+from rltool.training.ranks.devices import Device, choose_device, visible_gpus
+from rltool.training.ranks.profiling import check_recording
+from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
 from rltool.weights.residency import check_residency
 
 ASK_AGAIN_SECONDS = 15.0

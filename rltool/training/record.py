@@ -14,9 +14,9 @@ from rltool.engines.dialects import supported
 from rltool.engines.dialects.protocol import PauseMode
 from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
-from rltool.training.metrics import step_line
-from rltool.training.rollout_engines import Engines
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager.rollout_engines import Engines
+from rltool.training.manager.service import RolloutService
+from rltool.training.observe.metrics import step_line
 
 
 def record_rollouts(

@@ -46,7 +46,7 @@ from rltool.processes import connections
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, write_state
-from rltool.training.live_metrics import LiveMetrics
+from rltool.training.observe.live_metrics import LiveMetrics
 
 HOST = "127.0.0.1"
 

@@ -29,36 +29,36 @@ from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.restarts import EngineProcesses
 from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
-from rltool.training.cluster import placed, ray_cluster
-from rltool.training.console import LoggedConsole
-from rltool.training.devices import describe_devices
-from rltool.training.hf_exports import HfExports
-from rltool.training.listening import beyond_loopback
-from rltool.training.live_metrics import LiveMetrics
-from rltool.training.loggers import open_loggers
-from rltool.training.loop import Loop, Parts, Progress
-from rltool.training.managed import ManagedEngines
-from rltool.training.metrics import MetricsWriter
-from rltool.training.places import find_places, in_order
-from rltool.training.preflight import (
+from rltool.training.checks.preflight import (
     backends,
     describe_engines,
     describe_fleet,
     foreign_weights,
     model_facts,
 )
+from rltool.training.checks.weight_routes import describe_routes, idle_rules
+from rltool.training.cluster.listening import beyond_loopback
+from rltool.training.cluster.managed import ManagedEngines
+from rltool.training.cluster.places import find_places, in_order
+from rltool.training.cluster.ray_calls import Waiting
+from rltool.training.cluster.ray_cluster import placed, ray_cluster
+from rltool.training.hf_exports import HfExports
+from rltool.training.loop import Loop, Parts, Progress
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.rollouts import RolloutFiles, Rollouts
+from rltool.training.observe.console import LoggedConsole
+from rltool.training.observe.live_metrics import LiveMetrics
+from rltool.training.observe.loggers import open_loggers
+from rltool.training.observe.metrics import MetricsWriter
+from rltool.training.observe.run_facts import run_facts
+from rltool.training.observe.sample_log import SampleLog
 from rltool.training.prepare import Prepared, resume_point, with_engines
-from rltool.training.profiling import StepRecording
-from rltool.training.ray_calls import Waiting
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollouts import RolloutFiles, Rollouts
-from rltool.training.run_facts import run_facts
+from rltool.training.ranks.devices import describe_devices
+from rltool.training.ranks.profiling import StepRecording
+from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.run_server import run_server
-from rltool.training.sample_log import SampleLog
 from rltool.training.sources import BatchSource, SupervisedData
 from rltool.training.stopping import StopRequested, StopSignal
-from rltool.training.trainer_group import TrainerGroup
-from rltool.training.weight_routes import describe_routes, idle_rules
 from rltool.weights.transport import transport
 
 

@@ -28,7 +28,7 @@ from rltool.rollout.sample import Sample
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training.modalities import check_samples, training_refusal
+from rltool.training.checks.modalities import check_samples, training_refusal
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class SourcedBatch:
 
 
 class BatchSource(Protocol):
-    """Rollouts (training/rollouts.py), recorded and synthetic ones and supervised data are all this."""
+    """Rollouts (training/manager/rollouts.py), recorded and synthetic ones and supervised data are all this."""
 
     def next_batch(self, step: int) -> SourcedBatch:
         """The batch of training step `step`; steps are asked for in their order."""

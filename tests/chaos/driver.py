@@ -27,8 +27,8 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage, WeightVersion
 from rltool.errors import EngineError, RltoolError, TrainingStopped
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.service import RolloutService
 from rltool.weights.sync_report import WeightSyncFailed
 from tests.chaos.engines import WitnessEngine
 from tests.chaos.events import Events

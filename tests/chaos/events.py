@@ -13,7 +13,7 @@ from rltool.engines.fleet.fleet import State
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import RltoolError
 from rltool.rollout.serving.data_plane import KEEPS_REQUESTS
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager.service import RolloutService
 from tests.chaos.engines import GENERATE, WitnessEngine
 from tests.chaos.weights import FROM_DISK, weights_of
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from rltool.engines.fleet.fleet import State
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.training.rollout_service import Rollout, RolloutService
+from rltool.training.manager.service import Rollout, RolloutService
 from tests.chaos.engines import WitnessEngine
 from tests.chaos.weights import logprob, weights_of
 

@@ -12,7 +12,9 @@ from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.rollout import collector
 from rltool.rollout.serving import data_plane
 from rltool.rollout.serving import monitor as fleet_monitor
-from rltool.training import fleet_membership, rollout_service, weight_updates
+from rltool.training.manager import membership as fleet_membership
+from rltool.training.manager import service as rollout_service
+from rltool.training.manager import weight_updates
 from rltool.weights import engine_calls, engine_update, liveness
 
 POLICY = FleetPolicy(

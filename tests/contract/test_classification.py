@@ -18,7 +18,7 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.model_clients import Models
 from rltool.rollout.serving.side_model import SideModels
 from rltool.rollout.tokenizer import load_tokenizer
-from rltool.training.side_models import probe_models, running_models
+from rltool.training.checks.side_models import probe_models, running_models
 from tests.contract.classifier_contract import CONTRACT
 from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

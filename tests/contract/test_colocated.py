@@ -21,9 +21,9 @@ from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.serving import restarts as engine_restarts
 from rltool.rollout.serving.side_model import SideEngines
-from rltool.training import gpu_turns
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager import gpu_turns
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.service import RolloutService
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

@@ -14,10 +14,10 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.serving.guard import TooFewEngines
 from rltool.terminal import Console
-from rltool.training import rollout_service
-from rltool.training.preflight import resolve_evaluation
+from rltool.training.checks.preflight import resolve_evaluation
+from rltool.training.manager import service as rollout_service
+from rltool.training.observe.report import print_plan
 from rltool.training.prepare import prepare
-from rltool.training.report import print_plan
 from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
     ABORT,
     LONG,

@@ -24,9 +24,11 @@ from rltool.rollout.serving.guard import RouterLost
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.router.launch import running_router, start_router
 from rltool.router.workers import add_worker, list_workers
-from rltool.training import fleet_membership, rollout_service, weight_updates
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager import membership as fleet_membership
+from rltool.training.manager import service as rollout_service
+from rltool.training.manager import weight_updates
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.service import RolloutService
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_rollout_service import GENERATE, RUN, Ranks, Speller, generated, there, until
 

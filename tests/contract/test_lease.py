@@ -27,9 +27,9 @@ from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError
 from rltool.rollout.serving import lease as lease_module
 from rltool.rollout.serving.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownership
-from rltool.training.preflight import check_leases, foreign_weights, probe_fleet
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollout_service import RolloutService
+from rltool.training.checks.preflight import check_leases, foreign_weights, probe_fleet
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.service import RolloutService
 from tests import fleets
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm

@@ -17,7 +17,7 @@ from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, UsageError
 from rltool.training import prepare
-from rltool.training.preflight import (
+from rltool.training.checks.preflight import (
     EnginesAway,
     check_fleet,
     check_router,

@@ -44,10 +44,11 @@ from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.guard import TooFewEngines
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training import rollout_service, weight_updates
 from rltool.training.engine_benchmark import simulate_sync
-from rltool.training.rollout_engines import Engines, Syncing
-from rltool.training.rollout_service import Rollout, RolloutService
+from rltool.training.manager import service as rollout_service
+from rltool.training.manager import weight_updates
+from rltool.training.manager.rollout_engines import Engines, Syncing
+from rltool.training.manager.service import Rollout, RolloutService
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify.values import Compared, ValueCheck
 from tests.contract.fakes.experts import chosen

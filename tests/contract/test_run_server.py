@@ -19,7 +19,7 @@ from rltool.engines.run_status import run_status
 from rltool.errors import EngineConflict, EngineError, EngineUnreachable, RltoolError, UnknownEngine, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_state, state_file, state_of_this_process, write_state
-from rltool.training.live_metrics import LiveMetrics
+from rltool.training.observe.live_metrics import LiveMetrics
 from rltool.training.run_server import Deadlines, RunServer, run_server
 from tests.contract.fakes.vllm import FakeVllm
 

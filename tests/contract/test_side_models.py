@@ -25,7 +25,7 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving import model_clients
 from rltool.rollout.serving.model_clients import Models
 from rltool.rollout.serving.side_model import SideModels
-from rltool.training.side_models import check_all_there, probe_models, running_models
+from rltool.training.checks.side_models import check_all_there, probe_models, running_models
 from tests.contract.fakes.vllm import FakeVllm
 
 HERE = "tests.contract.rollout_functions:"

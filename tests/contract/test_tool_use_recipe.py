@@ -24,9 +24,9 @@ from rltool.quickstart.stages import Stages
 from rltool.rollout.measure.evaluation import Evaluated
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.terminal import Console
-from rltool.training.rollout_engines import Engines
-from rltool.training.rollout_service import Rollout, RolloutService
-from rltool.training.validate import check_inputs
+from rltool.training.checks.validate import check_inputs
+from rltool.training.manager.rollout_engines import Engines
+from rltool.training.manager.service import Rollout, RolloutService
 from tests.contract.fakes.vllm import FakeVllm
 
 HERE = Path(__file__).resolve().parents[2] / "recipes" / "tool_use"

@@ -20,7 +20,7 @@ from rltool.engines.launch.engine_process import engine_spec
 from rltool.engines.launch.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import UsageError
-from rltool.training.preflight import check_fleet, probe_fleet, resolve_endpoints
+from rltool.training.checks.preflight import check_fleet, probe_fleet, resolve_endpoints
 from rltool.weights.residency import check_residency
 from tests.contract.fakes.toy import FakeToy
 

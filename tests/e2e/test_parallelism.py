@@ -15,7 +15,7 @@ from rltool.megatron import model
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.training.advantages import with_corrections
-from rltool.training.sharding import Shards
+from rltool.training.ranks.sharding import Shards
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import RankPool

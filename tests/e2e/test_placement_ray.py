@@ -12,11 +12,11 @@ import ray
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import RayConfig, TrainConfig, TrainerConfig
 from rltool.errors import UsageError
-from rltool.training.cluster import PlacementTimeout, check_versions, placed
-from rltool.training.placement import plan_placement
-from rltool.training.places import find_places, in_order
-from rltool.training.trainer_actor import TrainerActor
-from rltool.training.trainer_group import TrainerGroup
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.cluster.places import find_places, in_order
+from rltool.training.cluster.ray_cluster import PlacementTimeout, check_versions, placed
+from rltool.training.ranks.trainer_actor import TrainerActor
+from rltool.training.ranks.trainer_group import TrainerGroup
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 

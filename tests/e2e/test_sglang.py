@@ -29,7 +29,7 @@ from rltool.engines.transfer.wire import host_store
 from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineRejected
-from rltool.training.preflight import with_model_config
+from rltool.training.checks.preflight import with_model_config
 from rltool.weights import connections
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.sync_report import SyncReport

@@ -70,7 +70,7 @@ def sampled_at(engine: RunningEngine, replica: int | None = None) -> tuple[int, 
 
 
 def test_replicas_draw_the_same_numbers(engine: RunningEngine):
-    """Of which `train` warns (rltool/training/preflight.py, alike_replicas). Where this fails SGLang has mended it: no
+    """Of which `train` warns (rltool/training/checks/preflight.py, alike_replicas). Where this fails SGLang has mended it: no
     warning is needed from that version on. First of all, for what was drawn unevenly sets them apart."""
 
     async def scenario(client: EngineClient, info: EngineInfo) -> None:

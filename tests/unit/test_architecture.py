@@ -266,8 +266,8 @@ WALL_CLOCK = {
     "gateway/registry.py": "sessions outlive the process that measured when they were used last",
     "gateway/turns.py": "when a turn was, for its record",
     "report/page.py": "when a page was made",
-    "training/loggers.py": "MLflow wants the time of each value",
-    "training/run_facts.py": "when a run was started, for its report",
+    "training/observe/loggers.py": "MLflow wants the time of each value",
+    "training/observe/run_facts.py": "when a run was started, for its report",
 }
 
 

@@ -12,8 +12,8 @@ from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.hf_directory import HFTensors, NonFiniteWeights, check_finite
 from rltool.processes.run_directory import RunDirectory
+from rltool.training.checks.validate import check_inputs, check_model, check_weights
 from rltool.training.prepare import Replay, prepare
-from rltool.training.validate import check_inputs, check_model, check_weights
 from tests.tiny_models import write_tiny_qwen2
 
 NAME = "model.layers.0.mlp.down_proj.weight"

@@ -15,8 +15,8 @@ from rltool.errors import PartLost, SaveFailed
 from rltool.rollout.measure.dump import DumpError
 from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
+from rltool.training.cluster.ray_calls import DeadlinePassed
 from rltool.training.loop import Progress
-from rltool.training.ray_calls import DeadlinePassed
 
 
 class Trainer:

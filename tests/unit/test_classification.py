@@ -20,9 +20,9 @@ from rltool.engines.plugin import info
 from rltool.errors import EngineError, UsageError
 from rltool.rollout.data import PromptSet
 from rltool.rollout.data.prompt import Prompt
-from rltool.training import asked_models
-from rltool.training.asked_models import check_reward_models, check_tasks, labels_of
-from rltool.training.side_models import check_all_there
+from rltool.training.checks import asked_models
+from rltool.training.checks.asked_models import check_reward_models, check_tasks, labels_of
+from rltool.training.checks.side_models import check_all_there
 from tests.tiny_models import write_tiny_reward_model
 
 VLLM, SGLANG = dialect("vllm"), dialect("sglang")

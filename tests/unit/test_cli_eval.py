@@ -79,7 +79,7 @@ def test_the_run_of_the_engines_stays_where_an_engine_failed(started, arguments,
     def probe(*_, **__):
         raise error
 
-    monkeypatch.setattr("rltool.training.preflight.probe_fleet", probe)
+    monkeypatch.setattr("rltool.training.checks.preflight.probe_fleet", probe)
     code, output = evaluate(arguments, capsys)
     assert code == error.exit_code and str(error) in output
     assert len(list_runs()) == kept and ("rltool logs --run" in output) == bool(kept)
@@ -88,7 +88,7 @@ def test_the_run_of_the_engines_stays_where_an_engine_failed(started, arguments,
 def test_sigterm_leaves_no_engine_and_no_run_either(started, arguments, capsys, monkeypatch):
     stopped = []
     monkeypatch.setattr("rltool.processes.stop_run.stop_run", stopped.append)
-    monkeypatch.setattr("rltool.training.preflight.probe_fleet", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr("rltool.training.checks.preflight.probe_fleet", lambda *_: signal.raise_signal(signal.SIGTERM))
     code, _ = evaluate(arguments, capsys)
     assert code == 130 and len(stopped) == 1 and not list_runs()
 
@@ -102,10 +102,10 @@ def test_a_good_end_leaves_no_run_and_says_nothing_of_engines_that_are_gone(star
 
     endpoints = SimpleNamespace(engines=(), data_endpoint=lambda: None)
     fleet = SimpleNamespace(endpoints=endpoints, infos={})
-    monkeypatch.setattr("rltool.training.preflight.probe_fleet", lambda *_: fleet)
+    monkeypatch.setattr("rltool.training.checks.preflight.probe_fleet", lambda *_: fleet)
     for name in ("check_fleet", "check_router"):
-        monkeypatch.setattr(f"rltool.training.preflight.{name}", lambda *_, **__: None)
-    monkeypatch.setattr("rltool.training.preflight.describe_fleet", lambda _: "the fleet")
+        monkeypatch.setattr(f"rltool.training.checks.preflight.{name}", lambda *_, **__: None)
+    monkeypatch.setattr("rltool.training.checks.preflight.describe_fleet", lambda _: "the fleet")
     monkeypatch.setattr("rltool.training.evaluate.evaluate_alone", alone)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -138,8 +138,8 @@ def evaluated(monkeypatch):
     def probe(*_, **__):
         raise EngineUnreachable("nobody is there")
 
-    monkeypatch.setattr("rltool.training.preflight.resolve_endpoints", found.append)
-    monkeypatch.setattr("rltool.training.preflight.probe_fleet", probe)
+    monkeypatch.setattr("rltool.training.checks.preflight.resolve_endpoints", found.append)
+    monkeypatch.setattr("rltool.training.checks.preflight.probe_fleet", probe)
     return found
 
 

@@ -13,9 +13,9 @@ from rltool.algorithms.gae import explained_variance, value_is_clipped, value_lo
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped, UsageError
+from rltool.training.checks.validate import check_model
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.stopping import StopSignal
-from rltool.training.validate import check_model
 from tests import plain_algorithms as plain
 from tests.tiny_models import write_tiny_qwen2
 from tests.unit.test_loop import Saves

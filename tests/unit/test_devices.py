@@ -9,9 +9,16 @@ import pytest
 
 from rltool.config.train import RayConfig, TrainConfig
 from rltool.errors import UsageError
-from rltool.training import cluster, prepare
-from rltool.training.devices import RankDevice, check_rank_devices, choose_device, describe_devices, device_of_rank
-from rltool.training.placement import plan_placement
+from rltool.training import prepare
+from rltool.training.cluster import ray_cluster as cluster
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.ranks.devices import (
+    RankDevice,
+    check_rank_devices,
+    choose_device,
+    describe_devices,
+    device_of_rank,
+)
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda"), (64.0, "cuda")])

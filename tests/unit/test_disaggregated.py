@@ -6,7 +6,7 @@ import pytest
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import UsageError
-from rltool.training.disaggregated import check_halves, check_regular, check_role
+from rltool.training.checks.disaggregated import check_halves, check_regular, check_role
 
 BOTH = ("prefill", "decode")
 

@@ -12,11 +12,11 @@ from rltool.engines.launch.plan import Host
 from rltool.engines.types import EngineInfo
 from rltool.processes.run_directory import RunDirectory
 from rltool.terminal import Console
-from rltool.training.managed import expected_plan
-from rltool.training.placement import plan_placement
-from rltool.training.preflight import ProbedFleet
+from rltool.training.checks.preflight import ProbedFleet
+from rltool.training.cluster.managed import expected_plan
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.observe.report import print_plan
 from rltool.training.prepare import Prepared
-from rltool.training.report import print_plan
 
 ONE = [Host("h0", gpus=tuple(range(8)))]
 FOUR = [Host(f"h{n}", f"10.0.0.{n}", tuple(range(8))) for n in range(4)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints, resolve
-from rltool.training.endpoints_follow import EndpointsFollow
+from rltool.training.manager.endpoints_follow import EndpointsFollow
 
 A, B, C = (EngineEndpoint(url=f"http://127.0.0.1:700{n}", dialect="vllm") for n in range(3))
 ROUTER = "http://127.0.0.1:9"

@@ -30,8 +30,8 @@ from rltool.engines.launch.plan import (
 from rltool.engines.launch.start import order_of_file
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
-from rltool.training.managed import expected_plan
-from rltool.training.placement import plan_placement
+from rltool.training.cluster.managed import expected_plan
+from rltool.training.cluster.placement import plan_placement
 
 ONE_HOST = [Host("h0", gpus=tuple(range(8)))]
 FOUR_HOSTS = [Host(f"h{n}", f"10.0.0.{n}", tuple(range(8))) for n in range(4)]

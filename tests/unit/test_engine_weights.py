@@ -15,9 +15,9 @@ from rltool.engines.endpoints import EngineEndpoint, ModelEndpoints
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.training.listening import beyond_loopback
-from rltool.training.preflight import ProbedFleet, backends, engine_problems
-from rltool.training.weight_routes import describe_routes, idle_rules
+from rltool.training.checks.preflight import ProbedFleet, backends, engine_problems
+from rltool.training.checks.weight_routes import describe_routes, idle_rules
+from rltool.training.cluster.listening import beyond_loopback
 from rltool.weights.transport import choose_for
 
 HERE = "http://127.0.0.1:8101"

@@ -24,7 +24,7 @@ from rltool.megatron.runtime import Coordinates
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample
-from rltool.training.sharding import Shards
+from rltool.training.ranks.sharding import Shards
 from rltool.training.sources import RecordedRollouts
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own
 

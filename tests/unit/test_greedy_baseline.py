@@ -16,7 +16,7 @@ from rltool.rollout.rewards.pool import RewardFailure
 from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.model_clients import Models
-from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
+from rltool.training.manager.work import Planes, PolicyModel, RolloutWork
 
 PROMPT = Prompt(index=0, prompt_ids=(7, 8), text="a", label="b")
 

@@ -9,7 +9,7 @@ import pytest
 from rltool.config.train import TrainConfig
 from rltool.megatron.runtime import GLOO_INTERFACE, _keep_gloo_on_loopback
 from rltool.processes.hosts import interface_of
-from rltool.training.listening import beyond_loopback
+from rltool.training.cluster.listening import beyond_loopback
 
 
 def said(device="cpu", sends=True, **settings):

@@ -14,7 +14,7 @@ from rltool.commands.top_view import BARS, frame, sparkline
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.metrics_text import merged
 from rltool.terminal import Console
-from rltool.training.live_metrics import KEPT_STEPS, LiveMetrics, exported_name, exposition
+from rltool.training.observe.live_metrics import KEPT_STEPS, LiveMetrics, exported_name, exposition
 
 STATUS = {
     "step": 12, "steps": 100, "weight_version": "0123456789abcdef0123456789abcdef:1:12", "requests_in_flight": 64,

@@ -14,8 +14,8 @@ from rltool.config.train import MonitorConfig, TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.terminal import Console
-from rltool.training.loggers import RUN_TAG, TensorBoardLogger, check_loggers, open_loggers
-from rltool.training.metrics import MetricsWriter
+from rltool.training.observe.loggers import RUN_TAG, TensorBoardLogger, check_loggers, open_loggers
+from rltool.training.observe.metrics import MetricsWriter
 
 
 class FakeWandb(ModuleType):
@@ -149,7 +149,7 @@ def test_tensorboard_has_every_number_under_its_name(tmp_path):
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_package_that_is_missing_is_named_with_its_extra_before_anything_starts(package, monkeypatch):
     setting = {"wandb": "wandb_project", "mlflow": "mlflow_experiment"}[package]
-    monkeypatch.setattr("rltool.training.loggers.find_spec", lambda name: None)
+    monkeypatch.setattr("rltool.training.observe.loggers.find_spec", lambda name: None)
     with pytest.raises(UsageError, match=rf"monitor.{setting} = 'x' .* pip install 'rltool\[{package}\]'"):
         check_loggers(MonitorConfig(**{setting: "x"}))
     check_loggers(MonitorConfig())

@@ -18,8 +18,8 @@ from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, Rlt
 from rltool.report.samples import SampleRecord, read_samples
 from rltool.terminal import Console
 from rltool.training.loop import Loop, Parts, Progress
-from rltool.training.metrics import MetricsWriter, progress_line
-from rltool.training.sample_log import SampleLog
+from rltool.training.observe.metrics import MetricsWriter, progress_line
+from rltool.training.observe.sample_log import SampleLog
 from rltool.training.sources import SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
 from tests.full_disk import FullDisk

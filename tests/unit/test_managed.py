@@ -11,8 +11,8 @@ from ray.exceptions import RayError
 from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.launch.startup import Phase
-from rltool.training import managed
-from rltool.training.managed import ManagedEngines, by_model
+from rltool.training.cluster import managed
+from rltool.training.cluster.managed import ManagedEngines, by_model
 
 
 def launch(index: int, model: str, **changes: object) -> EngineLaunch:

@@ -23,10 +23,10 @@ from rltool.processes.run_directory import open_run
 from rltool.report.page import write_report
 from rltool.rollout.rewards.pool import RewardPool
 from rltool.terminal import Console
-from rltool.training.loggers import open_loggers
-from rltool.training.placement import plan_placement
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.observe.loggers import open_loggers
+from rltool.training.observe.report import print_plan
 from rltool.training.prepare import Prepared
-from rltool.training.report import print_plan
 
 SECRET = "hunter2"
 

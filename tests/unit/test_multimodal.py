@@ -28,12 +28,12 @@ from rltool.rollout.groups import new_samples
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.multimodal import multimodal_inputs
 from rltool.rollout.sample import Sample
-from rltool.training import modalities
-from rltool.training.modalities import check_samples, generation_refusal, training_refusal
-from rltool.training.rollout_inputs import load_train_prompts
-from rltool.training.show_data import describe_data
+from rltool.training.checks import modalities
+from rltool.training.checks.modalities import check_samples, generation_refusal, training_refusal
+from rltool.training.checks.validate import check_inputs
+from rltool.training.manager.inputs import load_train_prompts
+from rltool.training.observe.show_data import describe_data
 from rltool.training.sources import RecordedRollouts, SupervisedData
-from rltool.training.validate import check_inputs
 from tests.unit.test_data import LetterTokenizer, jsonl
 from tests.unit.test_rollout_batching import sample as scored
 

@@ -32,7 +32,7 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.snapshot import snapshot
 from rltool.training.advantages import with_advantages
-from rltool.training.rollout_actor import ManagerFailed, failing_in_order
+from rltool.training.manager.actor import ManagerFailed, failing_in_order
 from tests.unit.test_collector import RUN, Versions, Work, batches, make, numbers, publish, taken_up
 
 HERE = "tests.unit.test_own_functions:"

@@ -3,7 +3,7 @@ import pytest
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig, TrainerConfig
 from rltool.errors import UsageError
-from rltool.training.placement import plan_placement
+from rltool.training.cluster.placement import plan_placement
 
 
 def config(mode: str, world_size: int = 4, engines: int = 2, gpus: int = 3) -> TrainConfig:

@@ -11,9 +11,9 @@ from ray.exceptions import ActorDiedError, RayTaskError
 
 from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
 from rltool.megatron.runtime import OtherRankFailed
-from rltool.training import ray_calls
-from rltool.training.rank_handles import RankHandles
-from rltool.training.ray_calls import DeadlinePassed, cause, get_all
+from rltool.training.cluster import ray_calls
+from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all
+from rltool.training.ranks.rank_handles import RankHandles
 from rltool.weights.transport import Receiver, Rendezvous
 from rltool.weights.verify.parameter_layout import ParameterLayout
 from tests.ranks import plan_of
@@ -218,7 +218,7 @@ def test_the_rollout_manager_learns_of_a_rank_that_died_while_another_hangs():
 
 
 def test_after_a_crash_the_rollout_manager_does_not_wait_for_a_rank_that_hangs(monkeypatch):
-    monkeypatch.setattr("rltool.training.rank_handles.PEER_SECONDS", 0.05)
+    monkeypatch.setattr("rltool.training.ranks.rank_handles.PEER_SECONDS", 0.05)
 
     async def story():
         with pytest.raises(PartLost, match="trainer rank 0 hangs"):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from rltool.config.train import ModelConfig, RayConfig, TrainConfig
 from rltool.errors import TrainingStopped
-from rltool.training.cluster import ray_cluster
-from rltool.training.placement import plan_placement
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.cluster.ray_cluster import ray_cluster
 
 
 def test_without_an_address_a_cluster_of_ones_own_is_started_whatever_else_runs_on_the_machine(monkeypatch):

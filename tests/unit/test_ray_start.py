@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rltool.training.ray_start import RayStartFailed, start_ray
+from rltool.training.cluster.ray_start import RayStartFailed, start_ray
 
 
 class Slow:
@@ -116,8 +116,9 @@ LOSES = """
 import subprocess, sys, time
 import psutil, ray
 from rltool.errors import PartLost
-from rltool.training import ray_calls, ray_start
-from rltool.training.ray_start import RayWatch
+from rltool.training.cluster import ray_calls
+from rltool.training.cluster import ray_start
+from rltool.training.cluster.ray_start import RayWatch
 
 part, waits = sys.argv[1:]
 begun = {name: subprocess.Popen("cat", stdin=subprocess.PIPE) for name in ray_start.WATCHED}

@@ -23,11 +23,11 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.quickstart.compose import WARM_UP_STEPS, grpo_toml
 from rltool.quickstart.task import TaskFiles
 from rltool.terminal import Console
-from rltool.training.managed import expected_plan
-from rltool.training.placement import plan_placement
+from rltool.training.checks.validate import check_config, check_model
+from rltool.training.cluster.managed import expected_plan
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.observe.report import print_plan
 from rltool.training.prepare import Prepared
-from rltool.training.report import print_plan
-from rltool.training.validate import check_config, check_model
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(

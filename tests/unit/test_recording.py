@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from rltool.config.train import MonitorConfig, TrainConfig
 from rltool.errors import UsageError
-from rltool.training.profiling import StepRecording, check_recording
+from rltool.training.ranks.profiling import StepRecording, check_recording
 
 
 class Trainer:

@@ -16,9 +16,9 @@ from rltool.errors import OutputFailed, RltoolError, UsageError
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.measure.evaluation import Evaluated
 from rltool.terminal import Console
-from rltool.training import rollouts
-from rltool.training.rollout_batch import Rollout
-from rltool.training.rollouts import RolloutFiles, Rollouts
+from rltool.training.manager import rollouts
+from rltool.training.manager.batch import Rollout
+from rltool.training.manager.rollouts import RolloutFiles, Rollouts
 from rltool.training.stopping import StopRequested, StopSignal
 from rltool.weights.sync_report import SyncReport
 

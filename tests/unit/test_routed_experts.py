@@ -36,8 +36,8 @@ from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample
 from rltool.rollout.stop_strings import cut_at_stop
-from rltool.training.routing_replay import check_has_routing, check_rollout_engines, routing_of, wanted_routing
-from rltool.training.validate import check_model
+from rltool.training.checks.routing_replay import check_has_routing, check_rollout_engines, routing_of, wanted_routing
+from rltool.training.checks.validate import check_model
 from tests.contract.fakes.experts import chosen, to_npy
 from tests.e2e.megatron_models import hf_config
 

@@ -8,8 +8,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
-from rltool.training.gpus import choose_gpus, gpus_of_this_host, held_by
-from rltool.training.places import Place, in_order
+from rltool.training.cluster.gpus import choose_gpus, gpus_of_this_host, held_by
+from rltool.training.cluster.places import Place, in_order
 
 HELD = {0: "run a, engine-0", 1: "engine http://127.0.0.1:8101"}
 

@@ -21,7 +21,7 @@ from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.rollout.measure.sample_records import records_to_keep, sample_record
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.terminal import Console
-from rltool.training.sample_log import SampleLog, Scored, with_trainer_logprobs
+from rltool.training.observe.sample_log import SampleLog, Scored, with_trainer_logprobs
 from tests.hostile import HOSTILE, SHOWN
 
 

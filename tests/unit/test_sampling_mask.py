@@ -20,7 +20,7 @@ from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.snapshot import _as_it_is
 from rltool.rollout.stop_strings import cut_at_stop
-from rltool.training.preflight import _mask_problems
+from rltool.training.checks.preflight import _mask_problems
 
 SAMPLING = SamplingParams(max_tokens=3, top_p=0.9, top_k=4, return_sampling_mask=True)
 REQUEST = GenerateRequest((1, 2), SAMPLING, "a" * 32)

@@ -21,7 +21,7 @@ from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
 from rltool.rollout.serving.model_clients import ModelClient, Models
 from rltool.rollout.tokenizer import Tokenizer
-from rltool.training.rollout_work import Planes, PolicyModel, RolloutWork
+from rltool.training.manager.work import Planes, PolicyModel, RolloutWork
 
 
 class StandIn:
@@ -142,7 +142,7 @@ def test_two_tokenizers_agree_where_every_token_of_the_one_has_its_id_in_the_oth
 
 
 def test_a_teacher_with_other_tokens_is_refused_before_anything_starts(monkeypatch):
-    from rltool.training import validate
+    from rltool.training.checks import validate
 
     other = SimpleNamespace()
     monkeypatch.setattr(validate, "load_tokenizer", lambda path, **_: other)

@@ -7,7 +7,7 @@ from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import UsageError
 from rltool.rollout.stop_strings import cut_at_stop
-from rltool.training.rollout_work import check_trainable
+from rltool.training.manager.work import check_trainable
 
 WORDS = ["", "a", "b", "</", "ans", ">\n\nQ", "x</ans> y", "</ans>"]
 

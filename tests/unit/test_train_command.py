@@ -14,9 +14,9 @@ from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped, UsageError
 from rltool.processes.attempts import ENDED_FOR_GOOD
 from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.training.cluster.ray_start import RayStartFailed
+from rltool.training.observe.report import _how_it_ended
 from rltool.training.prepare import nothing_left
-from rltool.training.ray_start import RayStartFailed
-from rltool.training.report import _how_it_ended
 from rltool.training.session import Outcome
 
 
@@ -131,7 +131,7 @@ def test_a_fresh_run_is_named_only_where_it_is_made(tmp_path, monkeypatch, capsy
     assert train(capsys) == (2, "error: no\n")
     assert "run mine (named by --run)" in train(capsys, "--run", "mine")[1]
     monkeypatch.setattr("rltool.training.prepare.prepare", lambda *_, **__: "prepared")
-    monkeypatch.setattr("rltool.training.report.print_plan", lambda *_: print("the plan"))
+    monkeypatch.setattr("rltool.training.observe.report.print_plan", lambda *_: print("the plan"))
     assert train(capsys, "--dry-run") == (0, "the plan\n")
     monkeypatch.setattr("rltool.commands.train.finish", lambda *_, **__: None)
     assert "(a fresh run)" in train(capsys)[1]

@@ -8,7 +8,7 @@ import torch
 
 from rltool.algorithms.contracts import example_batch
 from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
-from rltool.training.sharding import Sharder
+from rltool.training.ranks.sharding import Sharder
 
 
 def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_the_batch():

@@ -9,8 +9,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
-from rltool.training.preflight import engine_problems
-from rltool.training.validate import check_config
+from rltool.training.checks.preflight import engine_problems
+from rltool.training.checks.validate import check_config
 
 
 @pytest.fixture

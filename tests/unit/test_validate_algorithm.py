@@ -5,7 +5,7 @@ from rltool.config.algorithm_rules import EFFECTIVE
 from rltool.config.loader import ConfigError, load_config
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
-from rltool.training.validate import check_own_functions, check_teachers_engines
+from rltool.training.checks.validate import check_own_functions, check_teachers_engines
 
 PARTS = 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]'
 

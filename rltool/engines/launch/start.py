@@ -1,7 +1,7 @@
 """Starting planned engines on this host: what is checked before, and what is written when they serve.
 
 `serve-engines` starts engines here, and so does the actor that a run with managed engines has on each host
-(rltool/training/engine_host.py). Which processes these are is planned in rltool/engines/launch/plan.py.
+(rltool/training/cluster/engine_host.py). Which processes these are is planned in rltool/engines/launch/plan.py.
 """
 
 from __future__ import annotations

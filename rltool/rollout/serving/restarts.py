@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 
 
 class EngineProcesses(Protocol):
-    """The processes of engines that the run has started, by URL (training/engine_host.py: HostHandles)."""
+    """The processes of engines that the run has started, by URL (training/cluster/engine_host.py: HostHandles)."""
 
     def urls(self) -> Iterable[str]: ...
 

@@ -28,8 +28,8 @@ from rltool.processes.worker_pool import WorkerLost
 from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.sample import Sample
 from rltool.training import record
-from rltool.training.rollout_engines import Engines
-from rltool.training.rollout_service import RolloutService
+from rltool.training.manager.rollout_engines import Engines
+from rltool.training.manager.service import RolloutService
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.gateway_models import Words
 

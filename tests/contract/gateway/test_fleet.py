@@ -22,7 +22,7 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
 from rltool.gateway.fleet import FleetView
 from rltool.rollout.serving.versions import VersionBook
-from rltool.training.generation import Generation
+from rltool.training.manager.generation import Generation
 from tests import fleets
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import KEY, QUICK, Gateway

@@ -1,0 +1,1 @@
+"""What is checked before a run starts: settings against files and imports, engines against the run."""

@@ -1,0 +1,1 @@
+"""Ray, placement, GPUs of this host, engines that the run starts itself."""

@@ -1,0 +1,214 @@
+"""engines.mode = "managed" or "colocate": the driver has the run's engines started, in bundles of their own or in the
+trainer's, and ends them.
+
+    ManagedEngines.start     one actor on each host that has engines; ports; the plan; all processes begin
+                   wait      until all serve; the run's endpoints.json names them; a router in front where asked for
+                   close     all are ended, whichever way the run ends
+
+Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are watched
+here, in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rltool.config.serve import EngineLaunch
+from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
+from rltool.engines.launch.plan import (
+    EnginePlan,
+    Host,
+    PortNeeds,
+    Seat,
+    Settings,
+    describe_plan,
+    handed_out,
+    plan_engines,
+    port_needs,
+    seat_slots,
+    url_of,
+)
+from rltool.engines.launch.ready import process_role
+from rltool.engines.launch.start import order_of_file
+from rltool.engines.launch.startup import describe
+from rltool.errors import RltoolError
+from rltool.processes.keys import read_key
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.state import is_alive, read_states
+from rltool.processes.stop import GRACE_SECONDS, stop_processes
+from rltool.processes.supervise import ProcessGroup
+from rltool.processes.watching import Watching
+from rltool.router.planned import start_planned_routers
+from rltool.training.cluster.engine_host import EngineHost, HostHandles
+from rltool.training.cluster.placement import PlacementPlan
+from rltool.training.cluster.places import Place, hosts_of, in_order
+from rltool.training.cluster.ray_calls import Waiting, get_all, is_ready
+from rltool.training.observe.console import LoggedConsole
+
+CHECK_SECONDS = 180.0
+"""For a host to look at models and interpreters, and to start its processes."""
+CLOSE_SECONDS = GRACE_SECONDS + 20.0
+"""For a host to end its engines: TERM, the grace period, KILL."""
+
+
+def expected_plan(
+    config: TrainConfig, plan: PlacementPlan, run: RunDirectory, hosts: Sequence[Host]
+) -> EnginePlan:
+    """What --dry-run shows: the engines on these hosts, were the trainer's ranks to take the first GPUs; behind them,
+    or on them if they are shared. Ports are numbered from 20000: the real ones are found when the run starts."""
+    ranks, left = len(plan.trainer) if plan.device == "cuda" else 0, []
+    for host in hosts:
+        taken = min(ranks, len(host.gpus))
+        ranks -= taken
+        left.append(Host(host.name, host.address, host.gpus[:taken] if plan.shares_gpus else host.gpus[taken:]))
+    settings = _settings(config, plan, run, spread=config.ray.address is not None)
+    seats = seat_slots(plan.slots, left)
+    needs = port_needs(plan.slots, seats, settings)
+    ports = handed_out({key: range(20_000, 20_000 + count) for key, count in needs.free.items()})
+    return plan_engines(plan.slots, seats, settings, ports)
+
+
+def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
+    models = order_of_file(config).models
+    return Settings(models, run.key_file, run.state_dir, device=plan.device, spread=spread)
+
+
+class ManagedEngines:
+    """places: of all bundles of the plan."""
+
+    def __init__(
+        self, config: TrainConfig, run: RunDirectory, plan: PlacementPlan, group: PlacementGroup,
+        places: Sequence[Place], log_dir: Path, console: LoggedConsole,
+    ) -> None:  # fmt: skip
+        self._config, self._run, self._plan, self._console = config, run, plan, console
+        self._order = order_of_file(config)
+        own = [place for place in places if place.bundle >= len(plan.trainer)]
+        self._places = in_order(places) if plan.shares_gpus else own
+        key = read_key(run.ensure_key(), f"run {run.name}")
+        self._hosts: list[tuple[str, Any]] = []
+        for place in self._places:
+            if place.node not in [node for node, _ in self._hosts]:
+                strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
+                log = log_dir / f"engine_host{len(self._hosts)}.log"
+                actor = EngineHost.options(scheduling_strategy=strategy).remote(run.name, run.path.parent, key, log)
+                self._hosts.append((place.node, actor))
+        self._launches: tuple[EngineLaunch, ...] = ()
+        self._ready: list[Any] = []
+        self.starting = ""  # what engines that do not serve yet are doing, in words
+        self._routers = ExitStack()
+        self._started = False
+
+    def start(self, look: Waiting) -> None:
+        """Begin to start every engine; `wait` waits. look: see ray_calls.get_all."""
+        seats = self._seats()
+        settings = _settings(self._config, self._plan, self._run, spread=self._config.ray.address is not None)
+        needs = port_needs(self._plan.slots, seats, settings)
+        held = self._all(
+            [actor.hold.remote(_needs_of(needs, node)) for node, actor in self._hosts],
+            CHECK_SECONDS, "the time to look at a host", look,
+        )  # fmt: skip
+        ports = {key: found for at in held for key, found in at.items()}
+        plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
+        for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
+            self._console.say(line)
+        self._launches, self._started = plan.launches, True
+        self._all(
+            [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
+            CHECK_SECONDS, "the time to check models and start processes", look,
+        )  # fmt: skip
+        self._ready = [actor.ready.remote() for _, actor in self._hosts]
+
+    def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
+        """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
+        longest = max(launch.ready_timeout for launch in self._launches)
+        see = self._seeing(look)
+        answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", see)
+        found = by_model(self._launches, [engine for at in answers for engine in at])
+        models = {
+            name: ModelEndpoints(update_weights=self._order.models[name].update_weights, engines=tuple(engines))
+            for name, engines in found.items()
+        }
+        edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
+        group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
+        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.say)
+        self._routers.enter_context(Watching(group, self._console.say))
+        return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
+
+    def _seeing(self, look: Waiting) -> Waiting:
+        """`look`, and now and then a question to the hosts whose answer is `starting`; it waits for none."""
+        asked: list[Any] = []
+
+        def see(seconds: float) -> None:
+            look(seconds)
+            if asked and all(map(is_ready, asked)):
+                with suppress(RayError):  # of an actor that has died; `_all` hears of it
+                    self.starting = describe({role: at for each in ray.get(asked) for role, at in each.items()})
+                asked.clear()
+            if not asked:
+                asked.extend(actor.starting.remote() for _, actor in self._hosts)
+
+        return see
+
+    def handles(self) -> HostHandles:
+        """For the rollout manager, which has engines started again."""
+        return HostHandles(self._hosts, self._launches)
+
+    def close(self) -> None:
+        """End routers and engines. What fails here is reported, not raised: `rltool stop` finds what is left."""
+        try:
+            self._routers.close()
+        finally:
+            self._close_engines()
+
+    def _close_engines(self) -> None:
+        if self._started:
+            try:
+                self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
+            except RltoolError as error:
+                self._console.say(f"ending the engines: {error}")
+        # Where Ray was lost nobody has ended them; on this host they are found by their records.
+        roles = {process_role(launch) for launch in self._launches}
+        stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])
+        if self._started:
+            edit_endpoints(self._run.endpoints_file, lambda _: Endpoints())
+
+    def _seats(self) -> list[tuple[Seat, ...]]:
+        """The places of the bundles, as many for each slot as it has processes; or places in the trainer's."""
+        if self._plan.shares_gpus:
+            return seat_slots(self._plan.slots, hosts_of(self._places))
+        places = iter(sorted(self._places, key=lambda place: place.bundle))
+        return [
+            tuple(Seat(place.node, place.address, place.gpus) for _, place in zip(slot.shares, places, strict=False))
+            for slot in self._plan.slots
+        ]
+
+    def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
+        who = [f"the starter of engines on host {node}" for node, _ in self._hosts]
+        return get_all(refs, seconds, name, who=who, while_waiting=look)
+
+
+def by_model(launches: Sequence[EngineLaunch], engines: Sequence[EngineEndpoint]) -> dict[str, list[EngineEndpoint]]:
+    """The engines of these launches by the model that they serve. They are known by their addresses: an SGLang before
+    0.5.18 has a boot id of its own."""
+    names = {url_of(launch): launch.model_name for launch in launches}
+    found: dict[str, list[EngineEndpoint]] = {}
+    for engine in engines:
+        found.setdefault(names[engine.url], []).append(engine)
+    return found
+
+
+def _needs_of(needs: PortNeeds, node: str) -> PortNeeds:
+    """Those on one host."""
+    return PortNeeds(
+        {key: count for key, count in needs.free.items() if key[0] == node},
+        tuple(port for port in needs.fixed if port[0] == node),
+    )

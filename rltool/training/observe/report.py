@@ -1,0 +1,109 @@
+"""What train prints beside its step lines: the plan of a dry run, and how it ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.table import Table
+
+from rltool.engines.dialects.memory_flags import memory_flag
+from rltool.engines.launch.plan import describe_plan
+from rltool.terminal import Console
+from rltool.training.checks.preflight import describe_engines, describe_fleet
+from rltool.training.checks.weight_routes import describe_routes, idle_rules
+from rltool.training.cluster.placement import PlacementPlan
+from rltool.training.prepare import Prepared
+from rltool.training.session import Outcome
+
+
+def print_plan(prepared: Prepared, console: Console) -> None:
+    """What was set and where, the data, the placement and the engines found. Nothing was started."""
+    name = f"run {prepared.run.name}" if prepared.run.is_made else "a run to be made"
+    table = Table("setting", "value", "from", title=f"{name} (dry run)", title_justify="left")
+    origins, defaults = prepared.loaded.origins, 0
+
+    def rows(section: dict, prefix: str = "") -> None:
+        nonlocal defaults
+        for key, value in section.items():
+            name = prefix + key
+            if name in origins:
+                table.add_row(name, str(value), origins[name])
+            elif isinstance(value, dict):
+                rows(value, f"{name}.")
+            else:
+                defaults += 1
+
+    rows(prepared.config.shown())
+    console.print(table)
+    console.print(f"{defaults} other settings have their defaults (docs/configuration.md)")
+    if prepared.data:
+        console.print(prepared.data)
+    console.print(f"device: {prepared.device}")
+    console.print(f"placement: {prepared.plan.describe()}")
+    for index, bundle in enumerate(prepared.plan.bundles):
+        console.print(f"  bundle {index}: {bundle}")
+    if prepared.gpus:
+        ranks = prepared.gpus[: len(prepared.plan.trainer)]
+        rest = prepared.gpus[len(ranks) :]
+        line = f"GPUs of this host: {','.join(map(str, ranks))} for the trainer"
+        console.print(line + (f", {','.join(map(str, rest))} for engines" if rest else ""))
+    if prepared.expected is not None:
+        console.print("engines that train starts (ports are found then):")
+        several = len({launch.node for launch in prepared.expected.launches}) > 1
+        for line in describe_plan(prepared.expected, name_hosts=several):
+            console.print(f"  {line}")
+        for line in describe_turns(prepared.plan):
+            console.print(f"  {line}")
+    if prepared.fleet is not None:
+        for line in describe_engines(prepared.fleet, prepared.config):
+            console.print(line)
+        console.print(describe_routes(prepared.fleets, prepared.config, prepared.device))
+        for line in idle_rules(prepared.fleets, prepared.config.weights):
+            console.print(line, style="yellow")
+    if prepared.evaluation is not None:
+        console.print(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
+    if prepared.resume_from is not None:
+        console.print(f"resumes from {prepared.resume_from}")
+
+
+def describe_turns(plan: PlacementPlan) -> list[str]:
+    """Of colocated engines: what they take of the GPUs' memory."""
+    if not plan.shares_gpus or plan.device == "cpu":
+        return []
+    groups = {slot.group.name: slot.group for slot in plan.slots if slot.group.role != "placeholder"}
+    return [
+        f"group {name}: on the trainer's GPUs, asleep while it trains; awake {memory_flag(group)} (engines.groups: "
+        "flags), beside the trainer's parameters"
+        for name, group in groups.items()
+    ]
+
+
+def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:
+    """Where everything is, and what to do next."""
+    run = prepared.run
+    console.print(_how_it_ended(outcome))
+    rows: list[tuple[str, Path | None]] = [
+        ("checkpoint", outcome.checkpoint),
+        ("metrics", run.metrics_file if run.metrics_file.exists() else None),
+        ("logs", run.logs_dir / "latest"),
+    ]
+    for label, path in rows:
+        if path is not None:
+            console.print(f"  {label}: {path}")
+    if outcome.step < prepared.config.steps:
+        resume = " --resume" if outcome.checkpoint is not None else ""
+        console.print(f"  go on with: rltool train --run {run.name}{resume} ...")
+
+
+def _how_it_ended(outcome: Outcome) -> str:
+    if outcome.gave_up:
+        return (
+            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was given up"
+        )
+    if outcome.parameter_hash is None:
+        saved = "no checkpoint was written" if outcome.checkpoint is None else "its newest checkpoint stands"
+        return f"stopped by {outcome.stopped_by} before a step was done: nothing was trained, {saved}"
+    parameters = f"parameters sha256:{outcome.parameter_hash[:16]}"
+    if outcome.stopped_by is not None:
+        return f"stopped by {outcome.stopped_by} after step {outcome.step}; {parameters}"
+    return f"done after step {outcome.step}; {parameters}"
