@@ -1,6 +1,6 @@
 """Tasks of the event loop: none of them ends unheard, and none outlives its owner.
 
-Nothing else in rltool makes a task (tests/unit/test_architecture.py). One that runs for as long as its owner belongs to
+Nothing else in rltool makes a task (tests/unit/project/test_architecture.py). One that runs for as long as its owner belongs to
 a `Background`; one that is wanted within a function is made by `beside`, or `all_of`.
 """
 

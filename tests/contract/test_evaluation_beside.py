@@ -91,7 +91,7 @@ def test_an_evaluation_of_ones_own_is_recorded_beside_the_built_in_numbers(serve
 
 def test_an_evaluation_of_ones_own_that_fails_says_whose_it_is(serve, settings, spellers):  # noqa: F811
     async def run():
-        async with serve(settings(eval={"function": "tests.unit.test_examples:raises"}), spellers) as service:
+        async with serve(settings(eval={"function": "tests.unit.project.test_examples:raises"}), spellers) as service:
             await service.sync_weights(0)
             with pytest.raises(RltoolError, match="eval.function failed on set 'words': KeyError"):
                 await service.evaluate()

@@ -25,7 +25,7 @@ from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
     tokenizer,
     train,
 )
-from tests.unit.test_examples import table
+from tests.unit.project.test_examples import table
 
 
 def run(serve, config, engines, steps=1):  # noqa: F811

@@ -1,0 +1,203 @@
+"""Families: what config.json becomes, what is refused, and merge/split/shard/unshard being inverses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rltool.errors import UsageError
+from rltool.models.base import EMBEDDING, HEAD, ShapeMismatch, padded_vocabulary
+from rltool.models.registry import family_for, read_hf_config, supported_architectures
+from rltool.models.rope import inverse_frequencies, rope_settings
+
+
+def hf_config(architecture: str = "Qwen2ForCausalLM", **changes):
+    config = {
+        "architectures": [architecture],
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 11,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 5000.0,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": False,
+    }
+    return {**config, **changes}
+
+
+def random_hf_state(family):
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator) for name, shape in family.hf_tensors()}
+
+
+@pytest.mark.parametrize("architecture", supported_architectures())
+@pytest.mark.parametrize("tp", [1, 2])
+def test_every_hf_tensor_survives_merge_shard_unshard_split(architecture, tp):
+    family = family_for(hf_config(architecture, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2))
+    assert len({parameter.name for parameter in family.parameters}) == len(family.parameters)
+    state = random_hf_state(family)
+    for parameter in family.parameters:
+        merged = parameter.merge([state[name] for name, _ in parameter.hf])
+        shards = [parameter.shard(merged, rank, tp) for rank in range(tp)]
+        assert len({shard.shape for shard in shards}) == 1
+        for (name, _), tensor in zip(parameter.hf, parameter.split(parameter.unshard(shards)), strict=True):
+            assert torch.equal(tensor, state[name]), name
+
+
+def test_gate_and_up_are_cut_separately():
+    parameter = family_for(hf_config()).parameter("decoder.layers.0.mlp.linear_fc1.weight")
+    gate, up = torch.zeros(24, 16), torch.ones(24, 16)
+    shard = parameter.shard(parameter.merge([gate, up]), 1, 2)
+    assert torch.equal(shard, torch.cat([torch.zeros(12, 16), torch.ones(12, 16)]))
+
+
+def test_qkv_is_grouped_queries_then_key_then_value():
+    parameter = family_for(hf_config()).parameter("decoder.layers.0.self_attention.linear_qkv.bias")
+    merged = parameter.merge([torch.arange(16.0), torch.full((8,), 100.0), torch.full((8,), 200.0)])
+    assert merged[:16].tolist() == [*range(8), *[100.0] * 4, *[200.0] * 4]
+    assert merged[16:24].tolist() == list(range(8, 16))
+
+
+def test_vocabulary_is_padded_with_zeros_and_stripped_again():
+    parameter = family_for(hf_config()).parameter(EMBEDDING)
+    full = torch.randn(11, 16)
+    last = parameter.shard(full, 1, 2)
+    assert last.shape == (6, 16) and not last[-1].any()
+    assert torch.equal(parameter.unshard([parameter.shard(full, 0, 2), last]), full)
+    assert padded_vocabulary(12, 2) == 12
+
+
+def test_tied_model_has_no_head_tensor_and_its_head_is_the_embedding():
+    family = family_for(hf_config(tie_word_embeddings=True))
+    assert "lm_head.weight" not in dict(family.hf_tensors())
+    assert family.parameter(HEAD).name == EMBEDDING
+    assert "lm_head.weight" in dict(family_for(hf_config()).hf_tensors())
+
+
+def test_wrong_shape_names_the_tensor():
+    parameter = family_for(hf_config()).parameter("decoder.final_layernorm.weight")
+    with pytest.raises(ShapeMismatch, match=r"model\.norm\.weight has shape \(3,\).*implies \(16,\)"):
+        parameter.merge([torch.zeros(3)])
+
+
+def test_page_that_a_refusal_names_exists():
+    page = (Path(__file__).parents[3] / "docs/extending.md").read_text(encoding="utf-8")
+    assert "## Adding a model family" in page
+
+
+def test_unknown_architecture_is_refused_with_the_supported_ones_and_the_page():
+    with pytest.raises(UsageError) as caught:
+        family_for(hf_config("MambaForCausalLM"))
+    for said in ("MambaForCausalLM", *supported_architectures(), "docs/extending.md", "Adding a model family"):
+        assert said in str(caught.value)
+    with pytest.raises(UsageError, match="none named"):
+        family_for({})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "named"),
+    [
+        ("Qwen2ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
+        ("Qwen2ForCausalLM", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ("Qwen2ForCausalLM", {"attention_bias": False}, "attention_bias"),
+        ("LlamaForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("LlamaForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+        ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act"),
+        ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
+        ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
+        ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
+        ("LlamaForCausalLM", {"num_key_value_heads": 3}, "num_key_value_heads"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
+        ("Qwen3ForCausalLM", {"attention_bias": True}, "attention_bias"),
+        (
+            "MistralForCausalLM",
+            {"sliding_window": 63},
+            "sliding_window = 63 is shorter than max_position_embeddings = 64",
+        ),
+        ("MistralForCausalLM", {"max_position_embeddings": 8192}, "sliding_window = 4096"),
+        ("MixtralForCausalLM", {"sliding_window": 32}, "sliding_window = 32"),
+        ("MixtralForCausalLM", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok 9"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 1}, "one expert per token"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 8, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 8, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("Qwen3MoeForCausalLM", {}, "moe_intermediate_size"),
+        ("Gemma3ForCausalLM", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_feature_that_is_not_implemented_is_refused_by_name(architecture, changes, named):
+    with pytest.raises(UsageError, match=named):
+        family_for(hf_config(architecture, **changes))
+
+
+def test_mistral_without_a_window_or_with_one_as_long_as_the_context_is_accepted():
+    family_for(hf_config("MistralForCausalLM", sliding_window=None, max_position_embeddings=32768))
+    family_for(hf_config("MistralForCausalLM", sliding_window=64))
+
+
+def test_what_qwen3_leaves_out_of_its_config_is_transformers_default():
+    family = family_for(hf_config("Qwen3ForCausalLM"))
+    assert family.transformer["kv_channels"] == 128
+
+
+def test_gemma3_reads_both_spellings_of_layers_and_ropes():
+    sizes = dict(num_hidden_layers=8, head_dim=32, sliding_window=16)
+    old = hf_config("Gemma3ForCausalLM", **sizes, rope_theta=1e6, rope_local_base_freq=5e3, sliding_window_pattern=4)
+    old["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    new = hf_config("Gemma3ForCausalLM", **sizes)
+    new["layer_types"] = (["sliding_attention"] * 3 + ["full_attention"]) * 2
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+    }
+    families = [family_for(old), family_for(new)]
+    assert {family.sliding_windows for family in families} == {(16, 16, 16, None, 16, 16, 16, None)}
+    assert torch.equal(families[0].inverse_frequencies, families[1].inverse_frequencies)
+    assert torch.equal(families[0].sliding_inverse_frequencies, families[1].sliding_inverse_frequencies)
+    plain = inverse_frequencies(32, rope_settings({"rope_theta": 1e6}))
+    assert torch.allclose(families[0].inverse_frequencies, plain / 8)
+
+
+def test_router_weights_are_normalised_as_the_family_says():
+    def pre_softmax(architecture: str, **changes) -> bool:
+        sizes = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+        return family_for(hf_config(architecture, **sizes, **changes)).transformer["moe_router_pre_softmax"]
+
+    assert not pre_softmax("MixtralForCausalLM")
+    assert pre_softmax("Qwen3MoeForCausalLM")
+    assert not pre_softmax("Qwen3MoeForCausalLM", norm_topk_prob=True)
+
+
+def test_sliding_window_size_that_is_not_in_use_is_accepted():
+    family_for(hf_config(sliding_window=4096, use_sliding_window=False, layer_types=["full_attention"] * 2))
+
+
+def test_both_spellings_of_rope_mean_the_same():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    old = rope_settings({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **scaling}})
+    new = rope_settings({"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **scaling}})
+    assert torch.equal(inverse_frequencies(32, old), inverse_frequencies(32, new))
+    plain = inverse_frequencies(32, rope_settings({"rope_theta": 5e5}))
+    assert torch.equal(inverse_frequencies(32, new)[:1], plain[:1])
+    assert torch.allclose(inverse_frequencies(32, new)[-1], plain[-1] / 8)
+
+
+def test_directory_without_config_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
+        read_hf_config(tmp_path)
+    with pytest.raises(UsageError, match="not a directory"):
+        read_hf_config(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UsageError, match="not valid JSON"):
+        read_hf_config(tmp_path)

@@ -1,0 +1,441 @@
+"""Imports point one way, and heavy packages stay in the rooms that own them. Read from source: nothing is imported."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rltool.config.serve import ENGINES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+LEVELS = (
+    {"errors", "masking", "terminal"},
+    {"config", "processes", "templates", "report"},
+    {"engines", "router", "algorithms", "models"},
+    {"megatron"},
+    {"rollout", "weights", "checkpoints"},
+    {"chat"},
+    {"environments", "gateway"},
+    {"agents"},
+    {"training"},
+    {"quickstart", "doctor", "api"},
+    {"commands"},
+    {"cli"},
+    {"__main__"},
+)
+"""commands -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} -> megatron ->
+{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone; api
+is for users. A room imports what is below it, and none of its own level."""
+LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+SAME_LEVEL = {
+    ("engines", "models"): "serve-engines refuses files that are cut off as the trainer does (weight_files, no torch)",
+    ("router", "engines"): "a router fronts engines: it reads their addresses and has the same HTTP client",
+}
+"""Imports between rooms of one level, each with its reason. The reverse of one of these would be a circle."""
+
+OWNERS = {
+    "ray": {"training": "actors and placement"},
+    "megatron": {"megatron": "the trainer", "checkpoints": "dist_checkpointing and the model that it fills"},
+    "vllm": {"engines/plugin": "what runs inside a vLLM server"},
+    "starlette": {"engines/plugin/server.py": "what runs inside a vLLM server"},
+    "sglang": {},
+    "sglang_router": {"router/main.py": "the router's own process"},
+    "torch": {
+        "algorithms": "pure tensor functions",
+        "models": "tensors are merged and cut",
+        "megatron": "the trainer",
+        "weights": "tensors are sent",
+        "checkpoints": "tensors are saved and compared",
+        "training": "the driver shards batches",
+        "engines/plugin": "what runs inside a vLLM server",
+        "engines/transfer/wire.py": "the wire contract, which trainer and plugin share",
+        "engines/delta": "patches of tensors, which trainer, plugin and followers share",
+        "engines/transfer/nccl.py": "communicators, which trainer and plugin share",
+        "engines/transfer/ipc.py": "memory that the trainer shares with the plugin",
+        "rollout/batching.py": "samples become tensors",
+        "rollout/turns.py": "so do their turns",
+        "quickstart/tiny_model.py": "makes a model",
+    },
+    "transformers": {
+        "rollout/tokenizer.py": "the tokenizer",
+        "checkpoints/logits.py": "the logits to compare with",
+        "quickstart/tiny_model.py": "makes a model",
+    },
+    "typer": {"commands": "verbs", "cli.py": "verbs"},
+    "boto3": {"engines/delta/store.py": "S3-compatible stores"},
+    "botocore": {"engines/delta/store.py": "its errors and settings"},
+    "aiohttp": {
+        "engines/client.py": "generation and control calls",
+        "rollout/generate.py": "the session of own generate functions",
+        "rollout/rewards/remote.py": "a reward over HTTP",
+        "training/run_server.py": "the driver's endpoint",
+        "engines/metrics_text.py": "what engines measure, with bounds on replies",
+        "gateway/server.py": "what agents speak to",
+        "gateway/bodies.py": "its requests",
+        "gateway/agent_routes.py": "its routes for remote agents",
+        "gateway/main.py": "its process",
+    },
+    "huggingface_hub": {"models/hub.py": "models by name"},
+    "datasets": {"rollout/data/hub.py": "data sets by name"},
+    "math_verify": {"rollout/rewards/shipped.py": "a reward"},
+    "verifiers": {"agents/verifiers_env.py": "its environments"},
+    "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
+}
+"""Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
+
+GATEWAY_IMPORTS = {
+    "chat": "conversations, the chat template, parsers",
+    "config": "its settings",
+    "engines": "addresses, requests and replies, the HTTP client",
+    "errors": "",
+    "terminal": "what it prints",
+    "processes": "run directory, keys, starting",
+    "rollout": "the tokenizer, and the data plane with what continues a response",
+}
+"""Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
+
+LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang",
+    "huggingface_hub", "datasets", "math_verify", "verifiers",
+}  # fmt: skip
+"""Packages that take seconds to import, or belong to one feature: inside functions only."""
+
+IMPORTS_NOTHING_HEAVY = (
+    "cli.py", "errors.py", "masking.py", "terminal.py", "doctor.py", "config", "processes", "templates", "report",
+    "commands", "router", "engines", "models/weight_files.py", "models/hub.py",
+)  # fmt: skip
+"""Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
+
+TORCH_ALONE = ("engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/delta/")
+"""What trainer and plugin share; it needs torch."""
+
+
+class Import(NamedTuple):
+    file: str  # relative to rltool/
+    module: str
+    lazy: bool
+
+    @property
+    def room(self) -> str:
+        return self.file.split("/")[0].removesuffix(".py")
+
+    @property
+    def package(self) -> str:
+        return self.module.split(".")[0]
+
+
+def imports_of(text: str, file: str) -> Iterator[Import]:
+    """Every import in the source, those inside functions and under TYPE_CHECKING too (lazy: not executed at import)."""
+
+    def visit(node: ast.AST, lazy: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import):
+                yield from (Import(file, alias.name, lazy) for alias in child.names)
+            elif isinstance(child, ast.ImportFrom):
+                assert child.level == 0, f"{file}: relative imports hide where they point"
+                names = (
+                    [f"rltool.{alias.name}" for alias in child.names] if child.module == "rltool" else [child.module]
+                )
+                yield from (Import(file, name, lazy) for name in names)
+            else:
+                yield from visit(child, lazy or is_function(child) or is_type_checking(child))
+
+    yield from visit(ast.parse(text), False)
+
+
+def is_function(node: ast.AST) -> bool:
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+@functools.cache
+def all_imports() -> list[Import]:
+    package = ROOT / "rltool"
+    files = sorted(package.rglob("*.py"))
+    return [
+        found
+        for file in files
+        for found in imports_of(file.read_text(encoding="utf-8"), file.relative_to(package).as_posix())
+    ]
+
+
+def wrong_directions(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        parts = found.module.split(".")
+        # `from rltool import __version__`, and `import rltool` for it, are for everybody
+        if (
+            parts[0] != "rltool"
+            or len(parts) == 1
+            or parts[1].startswith("__")
+            or found.room == parts[1]
+            or found.file == "__init__.py"
+        ):
+            continue
+        if LEVEL[found.room] <= LEVEL[parts[1]] and (found.room, parts[1]) not in SAME_LEVEL:
+            wrong.append(f"{found.file} imports {found.module}")
+    return wrong
+
+
+def misplaced(imports: list[Import]) -> list[str]:
+    wrong = []
+    for found in imports:
+        if found.package in OWNERS and not any(
+            found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package]
+        ):
+            wrong.append(f"{found.file} imports {found.module}")
+    return wrong
+
+
+def test_every_room_has_a_level():
+    rooms = {
+        path.name.removesuffix(".py")
+        for path in (ROOT / "rltool").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert rooms - {"__init__"} == set(LEVEL)
+
+
+def test_imports_point_one_way():
+    assert wrong_directions(all_imports()) == []
+
+
+def test_every_exception_is_still_needed():
+    pairs = {
+        (found.room, found.module.split(".")[1])
+        for found in all_imports()
+        if found.package == "rltool" and "." in found.module
+    }
+    assert set(SAME_LEVEL) <= pairs
+    assert not {(b, a) for a, b in SAME_LEVEL} & pairs
+    for package, places in OWNERS.items():
+        files = [found.file for found in all_imports() if found.package == package]
+        unused = [place for place in places if not any(file == place or file.startswith(f"{place}/") for file in files)]
+        assert unused == [], f"{package} is not imported in {unused} any more"
+
+
+def test_heavy_packages_are_imported_only_where_they_belong():
+    assert misplaced(all_imports()) == []
+
+
+def test_slow_and_optional_packages_are_imported_inside_functions():
+    assert [
+        f"{found.file} imports {found.module}"
+        for found in all_imports()
+        if found.package in LAZY_ONLY and not found.lazy
+    ] == []
+
+
+def test_the_base_installation_imports_nothing_heavy_at_the_top():
+    heavy = {"torch", "ray", "megatron", "vllm", "transformers", "numpy", "safetensors", "sglang_router"}
+    heavy_rooms = {"training", "rollout", "weights", "checkpoints", "megatron", "algorithms", "models"}
+    wrong = []
+    for found in all_imports():
+        if found.lazy or found.file.startswith(("engines/plugin/", *TORCH_ALONE)):
+            continue
+        if not any(found.file == place or found.file.startswith(f"{place}/") for place in IMPORTS_NOTHING_HEAVY):
+            continue
+        if found.module in ("rltool.models.weight_files", "rltool.models.hub"):  # which are looked at here themselves
+            continue
+        room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
+        shared = found.module.startswith(("rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta"))
+        if found.package in heavy or room in heavy_rooms or shared:
+            wrong.append(f"{found.file} imports {found.module}")
+    assert wrong == []
+
+
+def test_the_plugin_needs_nothing_of_the_trainer():
+    allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types", "rltool.engines.dialects.sampling_mask"}
+    found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
+    shared = ("rltool.engines.plugin", "rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta")
+    assert {module for module in found if not module.startswith(shared)} <= allowed
+
+
+WALL_CLOCK = {
+    "processes/run_directory.py": "names of runs, and when they were made",
+    "gateway/registry.py": "sessions outlive the process that measured when they were used last",
+    "gateway/turns.py": "when a turn was, for its record",
+    "report/page.py": "when a page was made",
+    "training/observe/loggers.py": "MLflow wants the time of each value",
+    "training/observe/run_facts.py": "when a run was started, for its report",
+}
+
+
+def wall_clocks(text: str) -> list[str]:
+    """Where the time of day is asked for."""
+    return [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")
+    ]
+
+
+def test_no_wait_depends_on_the_time_of_day_which_may_jump():
+    package = ROOT / "rltool"
+    found = {
+        file.relative_to(package).as_posix()
+        for file in package.rglob("*.py")
+        if wall_clocks(file.read_text(encoding="utf-8"))
+    }
+    assert found == set(WALL_CLOCK)
+    assert wall_clocks("import time\nends = time.time() + 5") == ["time.time"]
+
+
+def compared_engines(text: str) -> list[str]:
+    """Where the name of an engine is compared, or looked up in a table that is written out on the spot."""
+    asks = [
+        node
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Compare | ast.MatchValue)
+        or (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Dict))
+    ]
+    return [
+        ast.unparse(node)
+        for node in asks
+        if any(isinstance(part, ast.Constant) and part.value in ENGINES for part in ast.walk(node))
+    ]
+
+
+def test_what_differs_between_engines_is_in_their_dialects():
+    files = sorted((ROOT / "rltool").rglob("*.py"))
+    found = {str(file): compared_engines(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: places for file, places in found.items() if places} == {}
+    assert len(compared_engines('a == "vllm" or b in ("x", "sglang") or {"vllm": 1}[c] or {"vllm": 1}')) == 3
+
+
+def past_the_terminal(text: str) -> list[str]:
+    """Where text may reach a terminal past rltool/terminal.py, or be read as rich's markup: there, a prompt's escape
+    sequence would be obeyed, and `[/INST]` or the host of `http://[::1]:80` lost."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "rich":
+            found += [a.name for a in node.names if a.name in {"Console", "get_console", "print", "print_json"}]
+            found += ["rich.markup"] * (node.module == "rich.markup")
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if a.name in {"rich", "rich.console", "rich.markup"}]
+        elif isinstance(node, ast.Attribute) and ast.unparse(node) in {"sys.stdout.write", "sys.stderr.write"}:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Attribute) and node.attr == "from_markup":
+            found.append("from_markup")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and MARKUP.search(node.value):
+            found.append(node.value)
+        elif isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            options = {k.arg: ast.unparse(k.value) for k in node.keywords}
+            found += ["print"] * ((isinstance(node.func, ast.Name) and name == "print") or name == "echo")
+            found += [f"{name}(markup)"] * (options.get("markup", "False") != "False")
+            found += [name] * (name == "TextColumn" and options.get("markup") != "False")
+    return found
+
+
+MARKUP = re.compile(r"\[/?(?:not )?(?:bold|dim|italic|underline|red|yellow|green|blue|cyan|magenta)\b[\w ]*\]")
+
+TERMINAL_EXCEPTIONS = {"cli.py": ["rich.markup"]}
+"""Typer prints help as markup, so it is escaped there."""
+
+
+def test_what_people_read_goes_through_the_one_console():
+    package = ROOT / "rltool"
+    texts = {file.relative_to(package).as_posix(): file.read_text(encoding="utf-8") for file in package.rglob("*.py")}
+    found = {file: past_the_terminal(text) for file, text in texts.items() if file != "terminal.py"}
+    assert {file: places for file, places in found.items() if places} == TERMINAL_EXCEPTIONS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from rich.console import Console", "import rich.console", "from rich import print", "print(f'{reply}')",
+        "typer.echo(line)", "sys.stdout.write(line)", "console.print(line, markup=True)", "Text.from_markup(line)",
+        "console.print(f'[yellow]leaving {line}[/yellow]')", "console.print(f'[bold cyan]{line}')",
+        "Progress(TextColumn('{task.description}'))", "from rich.markup import render",
+    ],
+)  # fmt: skip
+def test_a_way_past_the_one_console_is_found(text):
+    assert past_the_terminal(text)
+
+
+def task_makers(text: str) -> list[str]:
+    """Calls that make tasks which nobody may hear of. A gather makes some, too, and is fine where it is awaited on the
+    spot."""
+    tree = ast.parse(text)
+    awaited = {id(node) for wait in ast.walk(tree) if isinstance(wait, ast.Await) for node in ast.walk(wait)}
+    makers = {"create_task", "ensure_future", "run_coroutine_threadsafe", "TaskGroup"}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = [(call, ast.unparse(call.func)) for call in calls]
+    return [
+        ast.unparse(call)
+        for call, name in names
+        if name.rpartition(".")[2] in makers or (name == "asyncio.gather" and id(call) not in awaited)
+    ]
+
+
+def test_tasks_are_made_in_one_place_which_hears_of_their_end():
+    package = ROOT / "rltool"
+    found = {
+        file.relative_to(package).as_posix(): calls
+        for file in package.rglob("*.py")
+        if (calls := task_makers(file.read_text(encoding="utf-8")))
+    }
+    assert set(found) == {"processes/tasks.py"}, found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "asyncio.create_task(work())",
+        "x = asyncio.ensure_future(work())",
+        "loop.create_task(work())",
+        "from asyncio import create_task\ncreate_task(work())",
+        "async def f():\n    async with asyncio.TaskGroup() as group:\n        pass",
+        "async def f():\n    both = asyncio.gather(a(), b())\n    await c()\n    await both",
+    ],
+)
+def test_a_task_made_elsewhere_is_found(text):
+    assert len(task_makers(text)) == 1
+    assert task_makers("async def f():\n    x = await asyncio.gather(asyncio.gather(a()), *others)") == []
+
+
+def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_generates():
+    found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
+    assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
+    modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
+    assert modules == {"tokenizer", "data_plane", "fleet_monitor", "generate", "sample", "versions"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config/a.py", "from rltool.engines.types import Bucket"),
+        ("weights/a.py", "from rltool.rollout import sample"),
+        ("engines/a.py", "def f():\n    import rltool.router.launch"),
+        ("megatron/a.py", "from rltool import weights"),
+        (
+            "training/a.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rltool.commands.train import train",
+        ),
+    ],
+)
+def test_an_import_that_points_back_is_found(file, text):
+    assert len(wrong_directions(list(imports_of(text, file)))) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("rollout/data.py", "import torch"),
+        ("weights/a.py", "def f():\n    from ray import get"),
+        ("engines/dialects/vllm.py", "import vllm.version"),
+    ],
+)
+def test_a_heavy_import_in_a_wrong_place_is_found(file, text):
+    assert len(misplaced(list(imports_of(text, file)))) == 1

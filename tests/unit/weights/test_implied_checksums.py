@@ -1,0 +1,153 @@
+"""What a checkpoint's tensors become on the ranks of an engine, and which engines that is known of."""
+
+from __future__ import annotations
+
+import hashlib
+
+import pytest
+import torch
+from torch import Tensor
+
+from rltool.engines.dialects.inspection import sglang_auto_dtype
+from rltool.engines.types import EngineInfo
+from rltool.megatron.export_plan import full_plan
+from rltool.models.registry import family_for
+from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of
+from tests.ranks import plan_of
+from tests.unit.models.test_models_families import hf_config, random_hf_state
+
+QKV = "model.layers.1.self_attn.qkv_proj"
+ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
+
+
+def digest(*parts: Tensor) -> str:
+    return hashlib.sha256(torch.cat(parts).contiguous().numpy().tobytes()).hexdigest()
+
+
+def implied(ranks: int, architecture: str = "Qwen2ForCausalLM", **config):
+    """(HF tensors, digests by parameter and rank) of a random model: 4 heads of 4, 2 of keys and values, vocabulary
+    11."""
+    family = family_for(hf_config(architecture, **config))
+    state = random_hf_state(family)
+    plan = full_plan(family, torch.float32)
+    return state, implied_checksums(plan, state.items(), ParameterLayout("float32", ranks))
+
+
+def test_each_rank_holds_its_rows_of_a_column_parallel_matrix_and_its_columns_of_a_row_parallel_one():
+    state, found = implied(2)
+    q, k, v = (state[f"{ATTENTION}{name}_proj.weight"].chunk(2) for name in "qkv")
+    assert found[f"{QKV}.weight"] == tuple(digest(q[rank], k[rank], v[rank]) for rank in range(2))
+    q, k, v = (state[f"{ATTENTION}{name}_proj.bias"].chunk(2) for name in "qkv")
+    assert found[f"{QKV}.bias"] == tuple(digest(q[rank], k[rank], v[rank]) for rank in range(2))
+    gate, up = (state[f"{MLP}{name}_proj.weight"].chunk(2) for name in ("gate", "up"))
+    assert found[f"{MLP}gate_up_proj.weight"] == tuple(digest(gate[rank], up[rank]) for rank in range(2))
+    for name in (f"{ATTENTION}o_proj.weight", f"{MLP}down_proj.weight"):
+        assert found[name] == tuple(digest(part) for part in state[name].chunk(2, dim=1))
+    norm = "model.layers.1.input_layernorm.weight"
+    assert found[norm] == (digest(state[norm]),) * 2, "every rank has all of it"
+
+
+def test_ranks_beyond_the_heads_of_keys_and_values_share_them():
+    state, found = implied(4)
+    q, (k, v) = state[f"{ATTENTION}q_proj.weight"].chunk(4), (
+        state[f"{ATTENTION}{name}_proj.weight"].chunk(2) for name in "kv"
+    )  # fmt: skip
+    assert found[f"{QKV}.weight"] == tuple(digest(q[rank], k[rank // 2], v[rank // 2]) for rank in range(4))
+
+
+@pytest.mark.parametrize(("vocabulary", "ranks", "rows"), [(11, 1, 64), (11, 2, 64), (128, 2, 128), (65, 3, 192)])
+def test_a_vocabulary_is_padded_to_whole_64s_that_the_ranks_divide(vocabulary, ranks, rows):
+    state, found = implied(ranks, vocab_size=vocabulary)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        whole = torch.cat([state[name], torch.zeros(rows - vocabulary, 16)])
+        assert found[name] == tuple(digest(part) for part in whole.chunk(ranks))
+
+
+def test_what_ranks_do_not_divide_is_passed_over_with_all_that_stands_beside_it():
+    _, found = implied(3)
+    assert f"{QKV}.weight" not in found and f"{ATTENTION}o_proj.weight" not in found, "4 heads"
+    assert f"{MLP}gate_up_proj.weight" in found, "24 rows"
+
+
+def test_experts_are_passed_over_and_their_router_is_not():
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+    _, found = implied(2, "Qwen3MoeForCausalLM", head_dim=4, **experts)
+    assert f"{MLP}gate.weight" in found and not any("expert" in name for name in found)
+    assert len(set(found[f"{ATTENTION}q_norm.weight"])) == 1
+
+
+def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
+    state, expected = implied(2)
+    plan, buffers = full_plan(family_for(hf_config()), torch.float32), {}
+
+    def stream():
+        for name in reversed(state):
+            tensor = state[name]
+            yield name, buffers.setdefault(tensor.shape, torch.empty_like(tensor)).copy_(tensor)
+
+    assert implied_checksums(plan, stream(), ParameterLayout("float32", 2)) == expected
+
+
+def test_bytes_are_those_of_the_engines_dtype_in_its_own_digest():
+    tensor = torch.randn(8)
+    expected = hashlib.sha256(tensor.bfloat16().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    layout = ParameterLayout("bfloat16", 2, "sha256_64")
+    assert implied_checksums(plan_of({"norm": tensor}), [("norm", tensor)], layout) == {"norm": (expected, expected)}
+
+
+# -- which engines
+
+
+def info(**facts) -> EngineInfo:
+    given = dict(
+        dialect="sglang", engine_version="0.5.23", model_id="m", world_size=2, max_model_len=None, vocab_size=None,
+        dtype="bfloat16", weight_backend=None, weight_version=None, boot_id=None, plugin=False, device="cuda",
+    )  # fmt: skip
+    return EngineInfo(**given | facts)
+
+
+TWO = {"dp0:pp0:tp0:a": "1", "dp0:pp0:tp1:a": "2"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "layout"),
+    [
+        ({}, ParameterLayout("bfloat16", 2, "sglang_cuda")),
+        ({"device": "cpu", "dtype": "float32"}, ParameterLayout("float32", 2, "sha256_64")),
+        ({"dtype": None, "model_config": {"torch_dtype": "bfloat16"}}, ParameterLayout("bfloat16", 2, "sglang_cuda")),
+        ({"dialect": "vllm"}, ParameterLayout("bfloat16", 2, "sha256")),
+        ({"dialect": "vllm", "dtype": None}, ParameterLayout("float32", 2, "sha256")),
+    ],
+)
+def test_a_layout_follows_from_kind_device_dtype_and_ranks(facts, layout):
+    assert layout_of(info(**facts), TWO, "float32") == layout
+
+
+@pytest.mark.parametrize(
+    ("facts", "checksums", "why"),
+    [
+        ({}, {}, "sglang 0.5.23 has none"),
+        ({"dialect": "vllm", "engine_version": "0.31"}, {}, "vllm 0.31 has none"),
+        ({}, {"http0:a": "1"}, "names its ranks in a way"),
+        ({"dp_size": 2}, TWO, "data parallelism"),
+        ({"device": "xpu"}, TWO, "on xpu"),
+        ({"device": None}, TWO, "does not tell its device"),
+        ({"dtype": None}, TWO, "--dtype"),
+        ({"device": "cpu"}, TWO, "matrices in bfloat16 for AMX"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_with_its_reason(facts, checksums, why):
+    found = layout_of(info(**facts), checksums, "float32")
+    assert isinstance(found, str) and "checksums were not compared" in found and why in found
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ({"dtype": "bfloat16"}, "bfloat16"), ({"torch_dtype": "float32"}, "float16"), ({}, None),
+        ({"dtype": "float32", "model_type": "gemma3_text"}, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_an_sglang_that_chooses_its_dtype_serves_no_float32(config, dtype):
+    assert sglang_auto_dtype(config) == dtype
