@@ -79,7 +79,10 @@ SIZES: dict[str, Settings] = {
     "quickstart": Settings(steps=60),
     "20M": Settings(steps=8, prompts=8, max_response_tokens=128, lr_warmup_steps=1, lr=1e-4, reward="letter_share"),
 }
-REWARDS = {"exact_match": "rltool.rollout.rewards.shipped:exact_match", "letter_share": "benchmarks.rewards:letter_share"}
+REWARDS = {
+    "exact_match": "rltool.rollout.rewards.shipped:exact_match",
+    "letter_share": "benchmarks.rewards:letter_share",
+}
 SIDES = {
     "rltool": "",
     "rltool-async": "max_staleness = 1",

@@ -14,8 +14,8 @@ ENGINES: dict[str, str] = {
     "vllm": "rltool.engines.dialects.vllm:VllmDialect",
     "sglang": "rltool.engines.dialects.sglang:SglangDialect",
 }
-"""Engine kind -> the import path of its dialect, which rltool.engines.dialects.table imports. In the order in which a server
-of unknown kind is asked what it is: rltool's plugin gives vLLM SGLang's /model_info too."""
+"""Engine kind -> the import path of its dialect, which rltool.engines.dialects.table imports. In the order in which a
+server of unknown kind is asked what it is: rltool's plugin gives vLLM SGLang's /model_info too."""
 
 
 def _known(kind: str) -> str:

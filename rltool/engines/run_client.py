@@ -38,7 +38,8 @@ _ON_THE_WAY = 2.0
 
 
 class EngineStatus(TypedDict, total=False):
-    """One engine as the run's fleet sees it. state: as in engines/fleet/fleet.py; since_seconds: how long in that state.
+    """One engine as the run's fleet sees it. state: as in engines/fleet/fleet.py; since_seconds: how long in that
+    state.
 
     leaves_within_seconds: of one that was told to leave, until it has left at the latest.
     """

@@ -1,4 +1,5 @@
-"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet/fleet.py, rollout/serving/data_plane.py).
+"""The engines behind a gateway: a fleet and a data plane, as a run has them (engines/fleet/fleet.py,
+rollout/serving/data_plane.py).
 
 A gateway that is given addresses probes them by itself. It compares no versions: it cannot know which weights are the
 newest, and records those that each token was sampled with.

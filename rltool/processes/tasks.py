@@ -1,7 +1,7 @@
 """Tasks of the event loop: none of them ends unheard, and none outlives its owner.
 
-Nothing else in rltool makes a task (tests/unit/project/test_architecture.py). One that runs for as long as its owner belongs to
-a `Background`; one that is wanted within a function is made by `beside`, or `all_of`.
+Nothing else in rltool makes a task (tests/unit/project/test_architecture.py). One that runs for as long as its owner
+belongs to a `Background`; one that is wanted within a function is made by `beside`, or `all_of`.
 """
 
 from __future__ import annotations

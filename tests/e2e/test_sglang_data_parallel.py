@@ -70,8 +70,8 @@ def sampled_at(engine: RunningEngine, replica: int | None = None) -> tuple[int, 
 
 
 def test_replicas_draw_the_same_numbers(engine: RunningEngine):
-    """Of which `train` warns (rltool/training/checks/preflight.py, alike_replicas). Where this fails SGLang has mended it: no
-    warning is needed from that version on. First of all, for what was drawn unevenly sets them apart."""
+    """Of which `train` warns (rltool/training/checks/preflight.py, alike_replicas). Where this fails SGLang has mended
+    it: no warning is needed from that version on. First of all, for what was drawn unevenly sets them apart."""
 
     async def scenario(client: EngineClient, info: EngineInfo) -> None:
         drawn = [[sampled_at(engine, replica)[1].token_ids for replica in range(REPLICAS)] for _ in range(3)]

@@ -68,9 +68,9 @@ class Versions:
 
 
 Pairing = Literal["in_turn", "side_by_side"]
-"""How a prefill and a decode engine are asked for one sample (engines/fleet/disaggregation.py). in_turn: the prefill first,
-and its reply goes into the request to the decode; each of them can also sample alone. side_by_side: both at once, and
-they find each other; neither samples alone, and a router may stand in front of them."""
+"""How a prefill and a decode engine are asked for one sample (engines/fleet/disaggregation.py). in_turn: the prefill
+first, and its reply goes into the request to the decode; each of them can also sample alone. side_by_side: both at
+once, and they find each other; neither samples alone, and a router may stand in front of them."""
 
 
 @runtime_checkable

@@ -1,7 +1,7 @@
 """The engines of a run on one host, for a run that starts its engines itself: started, watched, started again, ended.
 
-Plain and blocking; rltool/training/cluster/engine_host.py puts it into a Ray actor. What it starts is recorded in the run
-directory as `serve-engines` would, so that `rltool status`, `logs` and `stop` find it.
+Plain and blocking; rltool/training/cluster/engine_host.py puts it into a Ray actor. What it starts is recorded in the
+run directory as `serve-engines` would, so that `rltool status`, `logs` and `stop` find it.
 """
 
 from __future__ import annotations

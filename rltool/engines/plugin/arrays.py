@@ -1,8 +1,8 @@
 """vLLM's token route with its samples as arrays: {request_id, choices: [{index, token_ids, logprobs, finish_reason,
 stop_reason, weight_versions, sampling_mask}], usage}, where token_ids and logprobs are rltool.engines.arrays, as are
-ids and counts of sampling_mask (rltool.engines.dialects.sampling_mask), which is there where alternatives were asked for;
-routed_experts is there, as on vLLM's own route, where the server returns them; speculative_decoding, of each choice,
-where it has --per-request-spec-decode-metrics.
+ids and counts of sampling_mask (rltool.engines.dialects.sampling_mask), which is there where alternatives were asked
+for; routed_experts is there, as on vLLM's own route, where the server returns them; speculative_decoding, of each
+choice, where it has --per-request-spec-decode-metrics.
 
 vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
 Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.

@@ -12,8 +12,8 @@ other. 1, which tells no number: /rltool/finish_weight_update leaves the engine 
 
 
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
-    """`state` is the FastAPI app's. Keys are those that rltool.engines.dialects.vllm reads; model_config is the HF config of the
-    text model."""
+    """`state` is the FastAPI app's. Keys are those that rltool.engines.dialects.vllm reads; model_config is the HF
+    config of the text model."""
     # Its public name is this one; type checkers take it for a private import.
     from vllm.version import __version__ as vllm_version  # pyright: ignore[reportPrivateImportUsage]
 

@@ -18,8 +18,8 @@ LONGEST_SECONDS = 86400.0
 async def prefetch(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
     """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", "store" or "announced"}.
 
-    store: an address; announced: an update info of rltool.engines.transfer.wire. 409 with the reason where a worker cannot have
-    the version. engine: vLLM's AsyncLLM."""
+    store: an address; announced: an update info of rltool.engines.transfer.wire. 409 with the reason where a worker
+    cannot have the version. engine: vLLM's AsyncLLM."""
     try:
         version, seconds, source = _parse(body)
     except ValueError as error:

@@ -9,8 +9,8 @@ gloo
 nccl
     Init info {transport: "nccl", unique_id, nccl_version, rank_offset, world_size, timeout_seconds}: the unique id that
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
-    `rltool.engines.transfer.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update info
-    announces several: `bucket_sizes` says how many of the names belong to each.
+    `rltool.engines.transfer.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update
+    info announces several: `bucket_sizes` says how many of the names belong to each.
 ipc
     Init info {transport: "ipc", handles}: UUID of a GPU -> base64 of the CUDA IPC handle of memory there, which the
     trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} says that

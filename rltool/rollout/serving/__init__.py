@@ -1,1 +1,2 @@
-"""Where requests go: the data plane, the tasks that watch engines and router, leases, versions, models beside the policy."""
+"""Where requests go: the data plane, the tasks that watch engines and router, leases, versions, models beside the
+policy."""

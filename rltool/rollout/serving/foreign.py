@@ -1,9 +1,10 @@
 """Another trainer's weights on an engine that this run has synced.
 
-Only engines without rltool's plugin can come to this: the others are leased to one run (rollout/serving/lease.py). A foreign
-version that an engine brings along says nothing, it may be left over from a run that has ended; one that replaces ours
-says that somebody else syncs this engine now. Once may be a mistake that its owner corrects, so the engine is synced
-again. The second time it is left to the other: two trainers that sync one engine in turns would both wait for ever.
+Only engines without rltool's plugin can come to this: the others are leased to one run (rollout/serving/lease.py). A
+foreign version that an engine brings along says nothing, it may be left over from a run that has ended; one that
+replaces ours says that somebody else syncs this engine now. Once may be a mistake that its owner corrects, so the
+engine is synced again. The second time it is left to the other: two trainers that sync one engine in turns would both
+wait for ever.
 """
 
 from __future__ import annotations

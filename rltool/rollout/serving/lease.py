@@ -2,8 +2,8 @@
 
 A lease is taken before the first control call, renewed by a task of its own (a sync, in which nobody probes, may take
 longer than a lease lasts), and given back at the end. Whoever loses it does not fight back: the run ends, and says who
-took the engine. So it does when the last engine without a plugin is left to another trainer (rollout/serving/foreign.py), and
-when a lease expires because something in this process keeps it from being renewed.
+took the engine. So it does when the last engine without a plugin is left to another trainer
+(rollout/serving/foreign.py), and when a lease expires because something in this process keeps it from being renewed.
 """
 
 from __future__ import annotations

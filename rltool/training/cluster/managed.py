@@ -5,8 +5,8 @@ trainer's, and ends them.
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
                    close     all are ended, whichever way the run ends
 
-Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are watched
-here, in a thread.
+Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are
+watched here, in a thread.
 """
 
 from __future__ import annotations

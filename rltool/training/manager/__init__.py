@@ -1,1 +1,2 @@
-"""The rollout manager: the service, its Ray actor and the driver's handle; engines of the policy, membership, weight updates, colocation."""
+"""The rollout manager: the service, its Ray actor and the driver's handle; engines of the policy, membership, weight
+updates, colocation."""

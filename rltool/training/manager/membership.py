@@ -1,8 +1,8 @@
 """Engines that join and leave a living run.
 
-An engine joins once it has answered and passed the checks of the run's first engines (training/checks/preflight.py); until
-then it is asked again and again, and is no member of the fleet: nobody may sync or sample it. It serves after its first
-weight sync.
+An engine joins once it has answered and passed the checks of the run's first engines (training/checks/preflight.py);
+until then it is asked again and again, and is no member of the fleet: nobody may sync or sample it. It serves after its
+first weight sync.
 
 An engine leaves in order: no new request (DRAINING, out of the router); what it has is finished, or after
 deadlines.drain aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a

@@ -1,7 +1,7 @@
 """CUDA IPC without CUDA: memory of the host that processes share by name. Every byte really travels.
 
-`installed(monkeypatch)` puts it in place of rltool.engines.transfer.ipc's, in this process; WorkerProcess is another one, with
-the plugin's own channels.
+`installed(monkeypatch)` puts it in place of rltool.engines.transfer.ipc's, in this process; WorkerProcess is another
+one, with the plugin's own channels.
 """
 
 from __future__ import annotations

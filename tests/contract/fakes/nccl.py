@@ -1,8 +1,8 @@
 """NCCL between threads of one process: a library and communicators that move real bytes, with a broadcast that is done
 when every rank has taken it.
 
-`installed(monkeypatch)` puts them in place of rltool.engines.transfer.nccl's. As with the real ones, a peer that has gone is not
-noticed.
+`installed(monkeypatch)` puts them in place of rltool.engines.transfer.nccl's. As with the real ones, a peer that has
+gone is not noticed.
 """
 
 from __future__ import annotations

@@ -225,9 +225,11 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "is_mask": ({}, {"is_mask": {"kind": "token", "low": 0.95, "high": 1.05}}),
 }
 OF_THE_CRITIC = {"value_clip"}
-"""Changes the critic's gradient, and not the policy's: tests/unit/training/test_critic_loop.py and tests/e2e/test_critic.py."""
+"""Changes the critic's gradient, and not the policy's: tests/unit/training/test_critic_loop.py and
+tests/e2e/test_critic.py."""
 OF_THE_NEXT_STEP = {"kl_target", "entropy_target", "reference_update_steps"}
-"""Change what the next step uses: tests/unit/algorithms/test_controllers.py, tests/unit/training/test_loop_coefficients.py."""
+"""Change what the next step uses: tests/unit/algorithms/test_controllers.py,
+tests/unit/training/test_loop_coefficients.py."""
 OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
 """Change the gradient by way of other tokens than those sampled: tests/unit/algorithms/test_topk_kl.py."""
 OF_SEVERAL_TURNS = {"credit", "turn_gamma"}
@@ -363,7 +365,9 @@ def test_an_own_objective_of_the_wrong_shape_is_named():
 def test_an_own_advantage_of_the_wrong_shape_is_named():
     with pytest.raises(ContractViolation, match=r"returned list, expected one value per sample \(7,\) or per token"):
         with_advantages(
-            example_batch(), AlgorithmConfig(advantage="tests.unit.algorithms.own_algorithms:as_list"), max_response_tokens=LONGEST
+            example_batch(),
+            AlgorithmConfig(advantage="tests.unit.algorithms.own_algorithms:as_list"),
+            max_response_tokens=LONGEST,
         )
 
 

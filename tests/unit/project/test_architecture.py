@@ -248,16 +248,29 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
         if found.module in ("rltool.models.weight_files", "rltool.models.hub"):  # which are looked at here themselves
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
-        shared = found.module.startswith(("rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta"))
+        shared = found.module.startswith(
+            ("rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta")
+        )
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
     assert wrong == []
 
 
 def test_the_plugin_needs_nothing_of_the_trainer():
-    allowed = {"rltool", "rltool.__version__", "rltool.engines", "rltool.engines.types", "rltool.engines.dialects.sampling_mask"}
+    allowed = {
+        "rltool",
+        "rltool.__version__",
+        "rltool.engines",
+        "rltool.engines.types",
+        "rltool.engines.dialects.sampling_mask",
+    }
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
-    shared = ("rltool.engines.plugin", "rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta")
+    shared = (
+        "rltool.engines.plugin",
+        "rltool.engines.transfer.wire",
+        "rltool.engines.transfer.nccl",
+        "rltool.engines.delta",
+    )
     assert {module for module in found if not module.startswith(shared)} <= allowed
 
 
