@@ -221,7 +221,7 @@ def data(
     from rltool.config.train import TrainConfig
     from rltool.models.hub import with_local_models
     from rltool.training.checks.validate import check_files
-    from rltool.training.observe.show_data import describe_data
+    from rltool.training.show_data import describe_data
 
     settings = with_local_models(load_config(TrainConfig, config or [], set_ or [], rules=()).config)
     check_files(settings)

@@ -41,12 +41,12 @@ from rltool.training.checks.validate import (
     check_own_functions,
     check_weights,
 )
+from rltool.training.cluster.devices import Device, choose_device, visible_gpus
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.ray_cluster import available_gpus
 from rltool.training.cluster.resources import plan_resources
 from rltool.training.evaluations import is_due
 from rltool.training.observe.loggers import check_loggers
-from rltool.training.ranks.devices import Device, choose_device, visible_gpus
 from rltool.training.ranks.profiling import check_recording
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
 from rltool.weights.residency import check_residency

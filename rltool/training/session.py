@@ -37,23 +37,23 @@ from rltool.training.checks.preflight import (
     model_facts,
 )
 from rltool.training.checks.weight_routes import describe_routes, idle_rules
+from rltool.training.cluster.devices import describe_devices
 from rltool.training.cluster.listening import beyond_loopback
 from rltool.training.cluster.managed import ManagedEngines
 from rltool.training.cluster.places import find_places, in_order
 from rltool.training.cluster.ray_calls import Waiting
 from rltool.training.cluster.ray_cluster import placed, ray_cluster
+from rltool.training.console import LoggedConsole
 from rltool.training.hf_exports import HfExports
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.manager.rollout_engines import Engines, Syncing
 from rltool.training.manager.rollouts import RolloutFiles, Rollouts
-from rltool.training.observe.console import LoggedConsole
 from rltool.training.observe.live_metrics import LiveMetrics
 from rltool.training.observe.loggers import open_loggers
 from rltool.training.observe.metrics import MetricsWriter
 from rltool.training.observe.run_facts import run_facts
 from rltool.training.observe.sample_log import SampleLog
 from rltool.training.prepare import Prepared, resume_point, with_engines
-from rltool.training.ranks.devices import describe_devices
 from rltool.training.ranks.profiling import StepRecording
 from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.run_server import run_server

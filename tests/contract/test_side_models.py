@@ -20,10 +20,10 @@ from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.contracts import check_reward_function
 from rltool.rollout.rewards.pool import RewardFailure, RewardPool, load_reward
-from rltool.rollout.rewards.scores import add_teacher_logprobs
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving import model_clients
 from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.scores import add_teacher_logprobs
 from rltool.rollout.serving.side_model import SideModels
 from rltool.training.checks.side_models import check_all_there, probe_models, running_models
 from tests.contract.fakes.vllm import FakeVllm

@@ -76,7 +76,7 @@ class ModelClient:
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
         """Log-probabilities of all tokens but the first, each after those before it, at temperature 1, in nats. Errors
-        of rltool.rollout.rewards.scores.Scores, and UsageError for a classifier."""
+        of rltool.rollout.serving.scores.Scores, and UsageError for a classifier."""
         self._check_generates()
         return await self._score(token_ids)
 

@@ -16,11 +16,11 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import EngineInfo
-from rltool.rollout.rewards.scores import Scores
 from rltool.rollout.serving.data_plane import DataPlane
 from rltool.rollout.serving.model_clients import ModelClient, Models
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.restarts import EngineRestarts
+from rltool.rollout.serving.scores import Scores
 from rltool.rollout.tokenizer import load_tokenizer
 
 

@@ -1,1 +1,1 @@
-"""Ray, placement, GPUs of this host, engines that the run starts itself."""
+"""Ray, placement, devices, GPUs of this host, engines that the run starts itself."""

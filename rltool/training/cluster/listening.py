@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rltool.config.train import TrainConfig
 from rltool.processes.hosts import interface_of, is_loopback
-from rltool.training.ranks.devices import Device
+from rltool.training.cluster.devices import Device
 
 
 def beyond_loopback(config: TrainConfig, device: Device, *, sends: bool) -> Sequence[str]:

@@ -52,7 +52,7 @@ from rltool.training.cluster.engine_host import EngineHost, HostHandles
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.places import Place, hosts_of, in_order
 from rltool.training.cluster.ray_calls import Waiting, get_all, is_ready
-from rltool.training.observe.console import LoggedConsole
+from rltool.training.console import LoggedConsole
 
 CHECK_SECONDS = 180.0
 """For a host to look at models and interpreters, and to start its processes."""

@@ -9,7 +9,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import takes_turns
 from rltool.engines.launch.plan import Slot, engine_slots
 from rltool.errors import UsageError
-from rltool.training.ranks.devices import Device
+from rltool.training.cluster.devices import Device
 
 Bundle = dict[str, float]
 

@@ -29,10 +29,10 @@ from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment
 from rltool.processes.leftovers import remove_abandoned, temporary_directory
 from rltool.terminal import write_line
+from rltool.training.cluster.devices import visible_gpus
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.ray_calls import LOSS, Waiting
 from rltool.training.cluster.ray_start import RayWatch, children, end_children, start_ray, watched_processes
-from rltool.training.ranks.devices import visible_gpus
 
 LOOPBACK = "127.0.0.1"
 NICENESS = "RAY_worker_niceness"

@@ -11,11 +11,11 @@ from rltool.engines.launch.plan import EnginePlan, Host
 from rltool.engines.launch.start import check_processes
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
+from rltool.training.cluster.devices import Device
 from rltool.training.cluster.gpus import gpus_of_this_host
 from rltool.training.cluster.managed import expected_plan
 from rltool.training.cluster.placement import PlacementPlan, plan_placement
 from rltool.training.cluster.ray_cluster import cluster_hosts
-from rltool.training.ranks.devices import Device
 
 
 @dataclass(frozen=True)

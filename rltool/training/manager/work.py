@@ -16,11 +16,11 @@ from rltool.rollout.groups import Group, new_samples
 from rltool.rollout.measure.eval_set import EvalSet
 from rltool.rollout.measure.evaluation import Evaluated, evaluate_set, version_metrics
 from rltool.rollout.measure.own_evaluation import load_eval_function
-from rltool.rollout.rewards.scores import add_teacher_logprobs
 from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample
 from rltool.rollout.serving.data_plane import DataPlane
 from rltool.rollout.serving.model_clients import Models
+from rltool.rollout.serving.scores import add_teacher_logprobs
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.training.checks.routing_replay import wanted_routing

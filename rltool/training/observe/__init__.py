@@ -1,1 +1,1 @@
-"""What people see of a run: metrics, loggers, samples, the console, the live endpoint's numbers."""
+"""What people see of a run: metrics, loggers, samples, reports, the live endpoint's numbers."""

@@ -1,1 +1,1 @@
-"""The trainer's ranks: the Ray actor of each, the driver's handle to all, sharding, devices."""
+"""The trainer's ranks: the Ray actor of each, the driver's handle to all, sharding, profiling."""

@@ -18,7 +18,7 @@ from rltool.megatron.offload import Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
-from rltool.training.ranks.devices import RankDevice, device_of_rank
+from rltool.training.cluster.devices import RankDevice, device_of_rank
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous

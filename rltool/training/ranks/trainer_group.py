@@ -17,9 +17,9 @@ from rltool.config.train import TrainConfig
 from rltool.errors import PartLost
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import PARTS
+from rltool.training.cluster.devices import Device, RankDevice, check_rank_devices
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.ray_calls import DeadlinePassed, Waiting, get_all, rank_names
-from rltool.training.ranks.devices import Device, RankDevice, check_rank_devices
 from rltool.training.ranks.rank_handles import RankHandles
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor

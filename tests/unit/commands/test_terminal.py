@@ -12,7 +12,7 @@ from rich.text import Text
 from rltool.cli import main
 from rltool.errors import RltoolError
 from rltool.terminal import Console, visible, write_line
-from rltool.training.observe.console import LoggedConsole
+from rltool.training.console import LoggedConsole
 from tests.hostile import HOSTILE, SHOWN
 
 

@@ -169,7 +169,7 @@ def test_options_of_rewards_are_on_no_command_line():
         pool = RewardPool("rltool.rollout.rewards.shipped:regex", workers=1, timeout=30.0, options={"pattern": SECRET})
         try:
             children = psutil.Process().children(recursive=True)
-            return [" ".join(child.cmdline()) for child in children if "reward_worker" in " ".join(child.cmdline())]
+            return [" ".join(child.cmdline()) for child in children if "rewards.worker" in " ".join(child.cmdline())]
         finally:
             await pool.close()
 

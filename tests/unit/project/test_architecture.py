@@ -256,6 +256,38 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
     assert wrong == []
 
 
+FLOORS = {
+    "engines": ({"transfer"}, {"delta"}, {"plugin"}, {"dialects"}, {"fleet"}, {"launch"}),
+    "rollout": ({"data", "serving"}, {"rewards"}, {"measure"}),
+    "weights": ({"delta", "verify"}, {"send", "transports"}),
+    "training": ({"cluster", "checks"}, {"ranks", "observe"}, {"manager"}),
+}
+"""Folders within a room, the lowest first. One imports those below it, and none of its own floor. Files beside the
+folders are what several of these share, or what puts them together."""
+ONE_CONTRACT = {("plugin", "dialects"): "the plugin and vLLM's dialect share the form of sampling masks"}
+
+
+def test_folders_within_a_room_import_downward():
+    for room, floors in FLOORS.items():
+        folders = {path.name for path in (ROOT / "rltool" / room).iterdir() if (path / "__init__.py").exists()}
+        assert folders == set().union(*floors)
+        floor = {folder: number for number, names in enumerate(floors) for folder in names}
+        for found in all_imports():
+            above, below = found.file.split("/"), found.module.split(".")
+            if above[0] != room or below[:2] != ["rltool", room] or len(below) < 3:
+                continue
+            if above[1] not in folders or below[2] not in folders or above[1] == below[2]:
+                continue
+            if (above[1], below[2]) not in ONE_CONTRACT:
+                assert floor[above[1]] > floor[below[2]], f"{found.file} imports {found.module}"
+
+
+def test_no_folder_of_these_rooms_is_too_full_to_read():
+    for room in FLOORS:
+        for folder in ((ROOT / "rltool" / room), *(ROOT / "rltool" / room).glob("*/")):
+            assert len(list(folder.glob("*.py"))) <= 23, folder  # so many are in the plugin; the others have fewer than 20
+
+
 def test_the_plugin_needs_nothing_of_the_trainer():
     allowed = {
         "rltool",
@@ -263,6 +295,7 @@ def test_the_plugin_needs_nothing_of_the_trainer():
         "rltool.engines",
         "rltool.engines.types",
         "rltool.engines.dialects.sampling_mask",
+        "rltool.engines.transfer",
     }
     found = {i.module for i in all_imports() if i.file.startswith("engines/plugin/") and i.package == "rltool"}
     shared = (
@@ -422,7 +455,8 @@ def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_gen
     found = [i for i in all_imports() if i.room == "gateway" and i.package == "rltool" and "." in i.module]
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
     modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
-    assert modules == {"tokenizer", "data_plane", "fleet_monitor", "generate", "sample", "versions"}
+    serving = {"serving.data_plane", "serving.monitor", "serving.versions"}
+    assert modules == {"tokenizer", "generate", "sample", *serving}
 
 
 @pytest.mark.parametrize(

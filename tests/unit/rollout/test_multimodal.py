@@ -32,7 +32,7 @@ from rltool.training.checks import modalities
 from rltool.training.checks.modalities import check_samples, generation_refusal, training_refusal
 from rltool.training.checks.validate import check_inputs
 from rltool.training.manager.inputs import load_train_prompts
-from rltool.training.observe.show_data import describe_data
+from rltool.training.show_data import describe_data
 from rltool.training.sources import RecordedRollouts, SupervisedData
 from tests.unit.rollout.test_data import LetterTokenizer, jsonl
 from tests.unit.rollout.test_rollout_batching import sample as scored

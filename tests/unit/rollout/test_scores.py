@@ -16,10 +16,10 @@ from rltool.engines.fleet.fleet import State
 from rltool.engines.types import TokenScores
 from rltool.errors import EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.groups import Group
-from rltool.rollout.rewards.scores import Scores, add_teacher_logprobs
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
 from rltool.rollout.serving.model_clients import ModelClient, Models
+from rltool.rollout.serving.scores import Scores, add_teacher_logprobs
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.training.manager.work import Planes, PolicyModel, RolloutWork
 

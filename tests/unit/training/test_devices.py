@@ -11,14 +11,14 @@ from rltool.config.train import RayConfig, TrainConfig
 from rltool.errors import UsageError
 from rltool.training import prepare
 from rltool.training.cluster import ray_cluster as cluster
-from rltool.training.cluster.placement import plan_placement
-from rltool.training.ranks.devices import (
+from rltool.training.cluster.devices import (
     RankDevice,
     check_rank_devices,
     choose_device,
     describe_devices,
     device_of_rank,
 )
+from rltool.training.cluster.placement import plan_placement
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda"), (64.0, "cuda")])

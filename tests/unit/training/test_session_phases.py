@@ -17,7 +17,7 @@ from rltool.processes.run_lock import RunLock
 from rltool.terminal import Console
 from rltool.training import session
 from rltool.training.cluster.placement import plan_placement
-from rltool.training.observe.console import LoggedConsole
+from rltool.training.console import LoggedConsole
 from rltool.training.prepare import Prepared
 from rltool.training.session import execute
 from rltool.training.stopping import StopRequested, StopSignal
