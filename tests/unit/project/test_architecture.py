@@ -285,7 +285,7 @@ def test_folders_within_a_room_import_downward():
 def test_no_folder_of_these_rooms_is_too_full_to_read():
     for room in FLOORS:
         for folder in ((ROOT / "rltool" / room), *(ROOT / "rltool" / room).glob("*/")):
-            assert len(list(folder.glob("*.py"))) <= 23, folder  # so many are in the plugin; the others have fewer than 20
+            assert len(list(folder.glob("*.py"))) <= 23, folder  # the plugin; the others have fewer than 20
 
 
 def test_the_plugin_needs_nothing_of_the_trainer():
