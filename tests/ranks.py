@@ -77,6 +77,11 @@ class SenderRanks:
             self.config, self.plan, device=device, deadline=self._deadline, model_files=self._model_files
         )
 
+    def close(self) -> None:
+        """The sender's connections; a test that sends nothing has made none."""
+        if "sender" in vars(self):
+            self.sender.close()
+
     def weights(self, step: int) -> Mapping[str, Tensor]:
         """The model after so many training steps: its names and shapes are always the same."""
         raise NotImplementedError

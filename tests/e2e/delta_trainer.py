@@ -71,7 +71,7 @@ async def trainer(engine: RunningEngine, config: WeightsConfig, directory: Path)
             await sync.sync(WeightVersion(RUN, 0, 0))
             yield Trainer(client, endpoint, ranks, sync)
         finally:
-            ranks.sender.close()
+            ranks.close()
             await client.run(endpoint, dialect(info.dialect).resume(), timeout=SECONDS)
 
 

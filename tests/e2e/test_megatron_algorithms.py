@@ -376,10 +376,12 @@ def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks
 
 
 def test_a_teacher_of_another_shape_is_refused_before_anything_starts(tmp_path):
+    from rltool.config.algorithm import AlgorithmConfig
     from rltool.config.train import ModelConfig, TrainConfig
     from rltool.errors import UsageError
     from rltool.training.checks.validate import check_model
 
     path, teacher = save_hf(tmp_path / "policy"), save_hf(tmp_path / "teacher", kind="llama")
     with pytest.raises(UsageError, match="must be of the same architecture, size and vocabulary"):
-        check_model(TrainConfig(model=ModelConfig(path=path, teacher_path=teacher)))
+        model = ModelConfig(path=path, teacher_path=teacher)
+        check_model(TrainConfig(model=model, algorithm=AlgorithmConfig(advantage="distill")))

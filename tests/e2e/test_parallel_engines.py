@@ -111,7 +111,7 @@ async def sync_and_compare(engine: RunningEngine, backend: Backend, directory: P
             await asyncio.gather(*running)
             assert await sync.leave() == {}
         finally:
-            ranks.sender.close()
+            ranks.close()
             await client.run(endpoint, dialect(info.dialect).resume(), timeout=SECONDS)
 
 

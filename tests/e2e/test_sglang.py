@@ -130,7 +130,7 @@ def play(engine: RunningEngine, tmp_path: Path) -> Play:
                 try:
                     await scenario(await trainer.connected())
                 finally:
-                    trainer.ranks.sender.close()
+                    trainer.ranks.close()
 
         asyncio.run(asyncio.wait_for(session(), 240))
 

@@ -121,7 +121,7 @@ def test_every_replica_samples_with_the_weights_that_lie_on_disk(engine: Running
     try:
         play(engine, scenario)
     finally:
-        ranks.sender.close()
+        ranks.close()
 
 
 def test_gloo_is_refused_by_name_and_the_server_itself_would_not_join(engine: RunningEngine):

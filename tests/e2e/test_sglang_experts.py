@@ -41,7 +41,7 @@ def test_after_each_of_two_syncs_sglang_computes_with_the_experts_that_were_sent
                 sample = await trainer.sample()
             finally:
                 await trainer.sync.leave()
-                trainer.ranks.sender.close()
+                trainer.ranks.close()
         assert mean_difference(models[after], sample) < EQUAL
         assert mean_difference(models[before], sample) > DIFFERENT
 
