@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for, read_hf_config
 from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 Implied = dict[str, tuple[str, ...]]
 """The engine's name of a parameter -> its digest on each rank."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.wire import meta_of
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import EngineError
@@ -24,7 +25,6 @@ from rltool.weights.send.stream import named_tensors
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
 from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 def flat_bytes(tensors: Mapping[str, Tensor], bucket: Bucket) -> Tensor:

@@ -160,7 +160,7 @@ def _put(
 
 def _of_kind(
     table: Mapping[str, Any], rest: Sequence[str], value: Any, kinds: Mapping[str, type[BaseModel]],
-    told: tuple[type[BaseModel], str, str], origins: dict[str, str],
+    where: tuple[type[BaseModel], str, str], origins: dict[str, str],
 ) -> dict[str, Any]:  # fmt: skip
     """The table with one more key; of a table of another kind than before nothing stays. rest: the key within the
     table; empty: a kind alone, or an import path."""
@@ -170,23 +170,23 @@ def _of_kind(
         entries = {"kind": value}
     else:
         kind = table.get("kind", next(iter(kinds)))
-        _check_of_kind(kind, rest, kinds, told)
+        _check_of_kind(kind, rest, kinds, where)
         before = table.get(rest[0])
         inside = {**(before if isinstance(before, Mapping) else {}), ".".join(rest[1:]): value}
         entries = {"kind": kind, rest[0]: inside if len(rest) > 1 else value}
     if table.get("kind") == entries["kind"]:
         return {**table, **entries}
-    parent = told[1].removesuffix("".join(f".{part}" for part in rest))
+    parent = where[1].removesuffix("".join(f".{part}" for part in rest))
     for old in [key for key in origins if f"{key}.".startswith(f"{parent}.")]:
         del origins[old]
     return entries
 
 
 def _check_of_kind(
-    kind: Any, rest: Sequence[str], kinds: Mapping[str, type[BaseModel]], told: tuple[type[BaseModel], str, str]
+    kind: Any, rest: Sequence[str], kinds: Mapping[str, type[BaseModel]], where: tuple[type[BaseModel], str, str]
 ) -> None:
     """ConfigError for a key that tables of this kind do not have. An unknown kind is pydantic's to refuse."""
-    model, key, origin = told
+    model, key, origin = where
     if not isinstance(kind, str) or kind not in kinds or rest[0] in kinds[kind].model_fields:
         return
     parent = key.removesuffix("".join(f".{part}" for part in rest))
@@ -207,14 +207,14 @@ def _element(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 def _entered(
     table: Mapping[str, Any], rest: Sequence[str], value: Any, element: type[BaseModel] | None,
-    told: tuple[type[BaseModel], str, str],
+    where: tuple[type[BaseModel], str, str],
 ) -> dict[str, Any]:  # fmt: skip
     """The table with one more entry: eval.sets.NAME, or models.NAME.KEY where entries are sections (`element`)."""
     if element is None or len(rest) != 2:
         return {**table, ".".join(rest): value}
     name, field = rest
     if field not in element.model_fields:
-        model, key, origin = told
+        model, key, origin = where
         _unknown(model, key, key.rpartition(".")[0], field, element, origin)
     return {**table, name: {**table.get(name, {}), field: value}}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from rltool.processes.signals import deferred_interrupts
 
+LOOK_SECONDS = 0.2
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
     """work(ready) runs in a forked process with a session of its own; the exit code of either process.
@@ -65,6 +67,9 @@ def _leave_terminal(log: Path) -> None:
 
 def _wait(pid: int, reading: int) -> int:
     with open(reading, "rb") as pipe:
+        # Not a blocking read at once: Python would run the handler of a signal that came just before it after it only.
+        while not select.select([pipe], [], [], LOOK_SECONDS)[0]:
+            pass
         if pipe.read(1):
             return 0
         _, status = os.waitpid(pid, 0)

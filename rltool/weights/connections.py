@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.dialects.table import controls
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Member, State
@@ -34,7 +35,6 @@ from rltool.weights.transport import (
     choose_for,
     transport,
 )
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
 Run = Callable[[EngineEndpoint, Sequence[HttpRequest]], Awaitable[None]]

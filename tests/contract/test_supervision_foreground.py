@@ -168,11 +168,18 @@ def test_a_detached_command_that_fails_before_all_serves_ends_with_its_code(tmp_
         stop_run(run)
 
 
+WAIT = """
+import time
+def wait():  # as real starts do: one long sleep would not see a signal that came just before it
+    while True: time.sleep(0.05)
+"""
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0), (signal.SIGHUP, 0)])
 def test_a_signal_before_all_serves_ends_a_detached_command_with_all_children(tmp_path, number, code):
-    script = FOREGROUND.replace('print("brought up", flush=True)', "print('starting', flush=True); time.sleep(600)")
+    script = FOREGROUND.replace('print("brought up", flush=True)', "print('starting', flush=True); wait()")
     process = subprocess.Popen(
-        [sys.executable, "-c", "import time\n" + script, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WAIT + script, str(tmp_path), "1"], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout.readline() == "starting\n"

@@ -14,7 +14,7 @@ import torch
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects.checksums import compare, with_ranks
+from rltool.engines.dialects.checksums import ParameterLayout, compare, with_ranks
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
@@ -22,7 +22,6 @@ from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights import connections
 from rltool.weights.sync import SyncDeadlines, WeightSync
-from rltool.weights.verify.parameter_layout import ParameterLayout
 from rltool.weights.verify.values import ValueCheck
 from tests.e2e.engines import RunningEngine
 from tests.e2e.hf_ranks import HfRanks

@@ -22,7 +22,7 @@ from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.logits import transformers_logits
 from rltool.checkpoints.manifest import is_checkpoint
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects.checksums import Compared, compare, with_ranks
+from rltool.engines.dialects.checksums import Compared, ParameterLayout, compare, with_ranks
 from rltool.engines.dialects.table import dialect, inspects
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.disaggregation import samples_alone
@@ -32,8 +32,7 @@ from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.models.hf_directory import HFTensors
 from rltool.models.registry import family_for, read_hf_config
 from rltool.training.checks.preflight import with_model_config
-from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of, why_no_checksums
+from rltool.weights.verify.implied_checksums import implied_checksums, layout_of, why_no_checksums
 from rltool.weights.verify.tolerances import check_tolerance
 from rltool.weights.verify.verdict import Sampled, Verdict, verdict
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.errors import EngineError
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import Part
@@ -19,7 +20,6 @@ from rltool.training.ranks.sharding import Sharder
 from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
 from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 class RankHandles:

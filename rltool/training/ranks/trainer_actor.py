@@ -12,6 +12,7 @@ import ray
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.train import TrainConfig
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.megatron.export_plan import ExportPlan, drain
 from rltool.megatron.offload import Part
@@ -23,7 +24,6 @@ from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
 from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 
 @cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": 2})  # which its overloads do not have

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from rltool.engines.dialects.checksums import Checksums, Compared, compare, with_ranks
+from rltool.engines.dialects.checksums import Checksums, Compared, ParameterLayout, compare, with_ranks
 from rltool.engines.fleet.disaggregation import generate_at
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member
@@ -21,7 +21,7 @@ from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
 from rltool.weights.residency import SharedGpus
-from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of
+from rltool.weights.verify.implied_checksums import layout_of
 from rltool.weights.verify.values import ValueCheck
 from rltool.weights.verify.verdict import Sampled, Verdict, verdict
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rltool.engines.dialects.checksums import parts_of_parameters
+from rltool.engines.dialects.checksums import Checksums, ParameterLayout, parts_of_parameters, tensor_parallel_size
+from rltool.engines.dialects.table import inspects
 from rltool.engines.transfer.wire import dtype_of
+from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import ExportPlan
 from rltool.models.base import Parameter
 from rltool.weights.verify.digests import DIGESTS
-from rltool.weights.verify.parameter_layout import ParameterLayout
 
 VOCABULARY_MULTIPLE = 64
 """Engines pad the rows of an embedding to a multiple of it, with zeros."""
@@ -104,3 +105,21 @@ def _padded(tensor: Tensor, ranks: int) -> Tensor:
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
+
+
+def layout_of(info: EngineInfo, checksums: Checksums, fallback_dtype: str) -> ParameterLayout | str:
+    """Of the engine that gave these checksums; or why they say nothing about a model in Hugging Face's names.
+
+    fallback_dtype: of an engine that does not tell its own.
+    """
+    if not checksums:
+        return why_no_checksums(info)
+    ranks = tensor_parallel_size(checksums)
+    if ranks is None:
+        who = f"{info.dialect} {info.engine_version}"
+        return f"checksums were not compared: {who} names its ranks in a way that rltool does not know"
+    return inspects(info.dialect).layout(info, ranks, fallback_dtype)
+
+
+def why_no_checksums(info: EngineInfo) -> str:
+    return f"checksums were not compared: {info.dialect} {info.engine_version} has none"

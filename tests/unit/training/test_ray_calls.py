@@ -9,13 +9,13 @@ import pytest
 import torch
 from ray.exceptions import ActorDiedError, RayTaskError
 
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
 from rltool.megatron.runtime import OtherRankFailed
 from rltool.training.cluster import ray_calls
 from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all
 from rltool.training.ranks.rank_handles import RankHandles
 from rltool.weights.transport import Receiver, Rendezvous
-from rltool.weights.verify.parameter_layout import ParameterLayout
 from tests.ranks import plan_of
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:3: Connection reset by peer"

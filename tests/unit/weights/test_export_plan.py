@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from rltool.checkpoints.hf_export import write_hf_directory
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for
 from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout
 from tests.export_plans import adapter, quantised
 from tests.unit.models.test_models_families import hf_config, random_hf_state
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.dialects.inspection import sglang_auto_dtype
 from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import full_plan
 from rltool.models.registry import family_for
-from rltool.weights.verify.implied_checksums import implied_checksums
-from rltool.weights.verify.parameter_layout import ParameterLayout, layout_of
+from rltool.weights.verify.implied_checksums import implied_checksums, layout_of
 from tests.ranks import plan_of
 from tests.unit.models.test_models_families import hf_config, random_hf_state
 
