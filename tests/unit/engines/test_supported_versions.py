@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from rltool.engines.dialects.protocol import Feature
-from rltool.engines.dialects.supported import has, parse, pause_mode, refusal, training_refusal
+from rltool.engines.dialects.supported import has, newest, parse, pause_mode, refusal, training_refusal
 from rltool.engines.dialects.table import dialect
 
 
@@ -86,3 +89,12 @@ def test_an_engine_is_paused_as_it_can_be_unless_the_user_has_chosen(kind, versi
 def test_a_version_that_cannot_be_read_has_what_new_ones_have():
     assert has("sglang", "dev", Feature.STARTING_VERSION)
     assert not has("vllm", "dev", Feature.STARTING_VERSION), "which vLLM has in no version"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_the_extra_installs_the_newest_version_that_is_known(kind):
+    """`uv pip install '.[vllm]'` of the README: without an upper bound it brings the next release, unknown to rltool."""
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    (bound,) = project["optional-dependencies"][kind]
+    *before, last = newest(kind).split(".")
+    assert bound == f"{kind}>={newest(kind)},<{'.'.join([*before, str(int(last) + 1)])}"
