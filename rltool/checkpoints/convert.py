@@ -86,7 +86,7 @@ def hf_to_torch_dist(
         partial = directories.begin(target)
         try:
             (partial / STATE).mkdir()
-            layout.write(partial / STATE, lambda parameter: tensors.merged(parameter).to(chosen))
+            layout.write(partial / STATE, lambda parameter: tensors.merged(parameter).to(parameter.dtype(chosen)))
             carry(source, partial, dtype=plan.dtype)
             if verify:
                 check(partial)

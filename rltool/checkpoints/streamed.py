@@ -66,7 +66,7 @@ class ShardedLayout:
         return list(built.values()) if isinstance(built, dict) else list(built)
 
     def write(self, directory: Path, read: Callable[[Parameter], Tensor]) -> None:
-        """Saves into the empty directory what `read` returns for each parameter: its merged tensor, in our dtype.
+        """Saves into the empty directory what `read` returns for each parameter: its merged tensor, in its dtype.
 
         Holds one parameter at a time, and a copy of one of its pieces.
         """
@@ -84,9 +84,9 @@ class TorchDistReader:
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
 
     def read(self, parameter: Parameter) -> Tensor:
-        """The merged tensor of this parameter, cast to the layout's dtype.
+        """The merged tensor of this parameter, cast to its dtype in the layout.
         CheckpointDamaged when a part is not there."""
-        memory = torch.empty(parameter.merged_shape, dtype=self._layout.dtype)
+        memory = torch.empty(parameter.merged_shape, dtype=parameter.dtype(self._layout.dtype))
         planner = _FillPieces(self._layout.pieces(parameter, memory), self._metadata, self._directory)
         self._reader.read_data(self._reader.prepare_local_plan(planner.create_local_plan()), planner).wait()
         return memory
@@ -130,11 +130,12 @@ class _LazyPlanner(SavePlanner):
     def create_local_plan(self) -> SavePlan:
         items = [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self.objects]
         for parameter in self._layout.family.parameters:
-            memory = torch.empty(parameter.merged_shape, dtype=self._layout.dtype, device="meta")
+            dtype = parameter.dtype(self._layout.dtype)
+            memory = torch.empty(parameter.merged_shape, dtype=dtype, device="meta")
             for piece in self._layout.pieces(parameter, memory):
                 self._owner[piece.key, piece.global_offset] = parameter
                 chunk = ChunkStorageMetadata(torch.Size(piece.global_offset), torch.Size(_extent(piece)))
-                properties = TensorProperties(dtype=self._layout.dtype)
+                properties = TensorProperties(dtype=dtype)
                 data = TensorWriteData(chunk, properties, torch.Size(piece.global_shape))
                 index = MetadataIndex(piece.key, torch.Size(piece.global_offset))
                 items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))

@@ -43,15 +43,14 @@ class Export:
     def made_bytes(self, itemsize: int) -> int:
         """Memory that `made` adds, without what `make` frees before it returns. itemsize: bytes of an element of the
         parameter."""
-        is_copied = self.parameter.merge_as == "qkv"
-        cut = itemsize * torch.Size(self.parameter.merged_shape).numel() if is_copied else 0
+        cut = itemsize * torch.Size(self.parameter.merged_shape).numel() if self.parameter.split_copies else 0
         return cut if self.make is Parameter.split else cut + sum(map(tensor_bytes, self.tensors))
 
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """dtype: of the model's parameters, which they are gathered in (TensorMeta.dtype); num_layers, num_experts: of the
-    model, which decide the ranks that hold a parameter."""
+    """dtype: of the model (TensorMeta.dtype); num_layers, num_experts: of the model, which decide the ranks that hold a
+    parameter."""
 
     exports: tuple[Export, ...]
     dtype: str
@@ -67,10 +66,9 @@ class ExportPlan:
     def bytes(self) -> int:
         return sum(map(tensor_bytes, self.tensors))
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element of a parameter."""
-        return dtype_of(self.dtype).itemsize
+    def dtype_of(self, parameter: Parameter) -> torch.dtype:
+        """That a parameter is gathered in."""
+        return parameter.dtype(dtype_of(self.dtype))
 
     def buckets(self, limit: int) -> list[Bucket]:
         """See `plan_buckets`: the same wherever the plan is."""
@@ -87,13 +85,17 @@ class ExportPlan:
 
 
 def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
-    """Every tensor of the family's Hugging Face checkpoint, in `dtype`. A tied model has no lm_head."""
-    name = str(dtype).removeprefix("torch.")
+    """Every tensor of the family's Hugging Face checkpoint, in `dtype` unless it keeps its own. A tied model has no
+    lm_head."""
+
+    def named(dtype: torch.dtype) -> str:
+        return str(dtype).removeprefix("torch.")
+
     exports = tuple(
-        Export(parameter, tuple(TensorMeta(hf, name, shape) for hf, shape in parameter.hf))
+        Export(parameter, tuple(TensorMeta(hf, named(parameter.dtype(dtype)), shape) for hf, shape in parameter.hf))
         for parameter in family.parameters
     )
-    return ExportPlan(exports, name, family.num_layers, family.num_experts)
+    return ExportPlan(exports, named(dtype), family.num_layers, family.num_experts)
 
 
 def drain(stream: Stream) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltool.config.parallel import ParallelLayout
-from rltool.engines.transfer.wire import dtype_of
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Parameter
@@ -39,10 +38,11 @@ class Route:
 
 @dataclass(frozen=True)
 class Gather:
-    """Consecutive parameters of one route, in one flat buffer: [tp, shard elements] of those that tensor parallelism
-    cuts, and behind them those that it does not, if they travel. Empty where ranks have all they need."""
+    """Consecutive parameters of one route and dtype, in one flat buffer: [tp, shard elements] of those that tensor
+    parallelism cuts, and behind them those that it does not, if they travel. Empty where ranks have all they need."""
 
     route: Route
+    dtype: torch.dtype
     tp: int
     parameters: tuple[Parameter, ...]
 
@@ -81,17 +81,21 @@ def plan_gathers(
     larger than that has one to itself. The same on every rank."""
     gathers = []
     parameters = (export.parameter for export in plan.exports)
-    for route, run in groupby(parameters, key=lambda p: _route(p, plan, layout, everywhere=everywhere)):
+
+    def kind(parameter: Parameter) -> tuple[Route, torch.dtype]:
+        return _route(parameter, plan, layout, everywhere=everywhere), plan.dtype_of(parameter)
+
+    for (route, dtype), run in groupby(parameters, key=kind):
         together: list[Parameter] = []
         size = 0
         for parameter in run:
-            more = plan.itemsize * _elements(parameter, layout.tp, travels=route.travels)
+            more = dtype.itemsize * _elements(parameter, layout.tp, travels=route.travels)
             if size and more and size + more > bound:
-                gathers.append(Gather(route, layout.tp, tuple(together)))
+                gathers.append(Gather(route, dtype, layout.tp, tuple(together)))
                 together, size = [], 0
             together.append(parameter)
             size += more
-        gathers.append(Gather(route, layout.tp, tuple(together)))
+        gathers.append(Gather(route, dtype, layout.tp, tuple(together)))
     return gathers
 
 
@@ -104,17 +108,18 @@ def gather_bytes(
 
     def assembled(parameter: Parameter) -> int:
         """New memory on a parameter's way from its shards to the exported tensors (`Parameter.unshard`, `Make`)."""
-        merged = plan.itemsize * _elements(parameter, layout.tp, travels=False)
-        return merged + next(exports).made_bytes(plan.itemsize)
+        itemsize = plan.dtype_of(parameter).itemsize
+        merged = itemsize * _elements(parameter, layout.tp, travels=False)
+        return merged + next(exports).made_bytes(itemsize)
 
     return max(
-        plan.itemsize * gather.elements + max(map(assembled, gather.parameters))
+        gather.dtype.itemsize * gather.elements + max(map(assembled, gather.parameters))
         for gather in plan_gathers(plan, layout, everywhere=everywhere, bound=bound)
     )
 
 
 def gathered(
-    gather: Gather, local: Mapping[str, Tensor], dtype: str, runtime: Runtime, *, everywhere: bool
+    gather: Gather, local: Mapping[str, Tensor], runtime: Runtime, *, everywhere: bool
 ) -> dict[str, list[Tensor]] | None:
     """Megatron's name -> the shards in rank order, on global rank 0; None elsewhere; everywhere: on every rank. Shards
     alias the parameters (`local`) where there was nothing to gather, and the gather's buffer otherwise.
@@ -127,7 +132,7 @@ def gathered(
     gets = everywhere or at.rank == 0
     if not (holds or (gets and route.travels)):
         return None
-    flat = torch.empty(gather.elements, dtype=dtype_of(dtype), device=runtime.device)
+    flat = torch.empty(gather.elements, dtype=gather.dtype, device=runtime.device)
     shards = gather.views(flat)
     if holds:
         for name, views in shards.items():

@@ -57,7 +57,7 @@ def export_weights(
     exports = iter(plan.exports)
     local = global_names(model)
     for gather in plan_gathers(plan, runtime.coordinates.layout, everywhere=everywhere, bound=bound):
-        shards = gathered(gather, local, plan.dtype, runtime, everywhere=everywhere)
+        shards = gathered(gather, local, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
             yield from _tensors(next(exports), None if shards is None else shards[parameter.name])
         del shards  # its buffer goes before there is another one

@@ -47,9 +47,11 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """Rotary positions (Su et al. 2021), halves paired as Hugging Face has them.
 
-    x: [T, 1, heads, d]; turn: fp32 [T, 1, 1, d]: cosines of the d / 2 angles, then their sines. Without a GPU any
-    turn that is broadcast to x will do.
+    x: [T, 1, heads, D]; turn: fp32 [T, 1, 1, d]: cosines of the d / 2 angles, then their sines; the first d numbers of
+    a head are turned. Without a GPU any turn that is broadcast to x will do.
     """
+    if (size := turn.size(-1)) < x.size(-1):
+        return torch.cat((rotate(x[..., :size], turn), x[..., size:]), dim=-1)
     if _on_gpu(x):
         from rltool.megatron import fused
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,6 +17,7 @@ from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import context_parallel_group
+from rltool.models.base import Attention, Rotary
 
 
 class RMSNorm(torch.nn.Module):
@@ -63,9 +65,9 @@ class RotaryPositions(torch.nn.Module):
     asked for a length, which is passed to `forward`; here that "length" is the [T] positions themselves.
     """
 
-    def __init__(self, inverse_frequencies: Tensor, device: torch.device) -> None:
+    def __init__(self, rotary: Rotary, device: torch.device) -> None:
         super().__init__()
-        self.inv_freq = inverse_frequencies.to(device)
+        self.inv_freq, self.scale = rotary.inverse_frequencies.to(device), rotary.scale
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
         packed = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
@@ -75,7 +77,8 @@ class RotaryPositions(torch.nn.Module):
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
         angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
+        turn = torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
+        return turn if self.scale == 1.0 else turn * self.scale
 
 
 class PackedCausalAttention(MegatronModule):
@@ -95,15 +98,15 @@ class PackedCausalAttention(MegatronModule):
         attention_type: str,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        sliding_windows: tuple[int | None, ...] = (),
+        attention: Attention = Attention(),
         backend: Backend = "auto",
         **_: Any,
     ) -> None:
-        """layer_number: from 1, over all pipeline stages; sliding_windows: of every layer, see `Family`."""
+        """layer_number: from 1, over all pipeline stages."""
         super().__init__(config=config)
         self.backend: Backend = backend
-        self.scale = softmax_scale
-        self.window = sliding_windows[layer_number - 1] if sliding_windows else None
+        self.scale, self.softcap = softmax_scale, attention.softcap
+        self.window = attention.windows[layer_number - 1] if attention.windows else None
 
     def forward(
         self,
@@ -116,7 +119,7 @@ class PackedCausalAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> Tensor:
-        """query: [T, 1, heads, d]; key, value: [T, 1, groups, d]. Returns [T, 1, heads * d]."""
+        """query: [T, 1, heads, d]; key: [T, 1, groups, d]; value: [T, 1, groups, v]. Returns [T, 1, heads * v]."""
         # Values come as a view into the one product of queries, keys and values, all of which would be kept for the
         # backward pass.
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1).contiguous()
@@ -125,15 +128,18 @@ class PackedCausalAttention(MegatronModule):
         if packed.keys is not None:
             # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads
             # the parts that its blocks of queries see.
-            both = gather_from_context_ranks(torch.stack([key, value], dim=1), context_parallel_group())
-            key, value = both.index_select(0, packed.keys).unbind(1)
-        window = self._window(packed)
-        kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)
-        out = (
-            self._padded(query, key, value, packed)
-            if kernel is None
-            else kernel(query, key, value, packed, self.scale, window)
-        )
+            both = gather_from_context_ranks(torch.cat([key, value], dim=-1), context_parallel_group())
+            key, value = both.index_select(0, packed.keys).split([key.size(-1), value.size(-1)], dim=-1)
+        window, kernel = self._window(packed), None
+        if self.softcap is None:
+            kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)
+        if kernel is None:
+            out = self._padded(query, key, value, packed)
+        else:
+            # The kernels take heads of one size.
+            more = key.size(-1) - value.size(-1)
+            out = kernel(query, key, F.pad(value, (0, more)) if more else value, packed, self.scale, window)
+            out = out[..., : value.size(-1)]
         return out.flatten(1).unsqueeze(1)
 
     def _window(self, packed: PackedSequences) -> int | None:
@@ -150,7 +156,8 @@ class PackedCausalAttention(MegatronModule):
             # layer.
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
-        out = F.scaled_dot_product_attention(
+        attend = F.scaled_dot_product_attention if self.softcap is None else partial(capped_attention, self.softcap)
+        out = attend(
             spread(query, packed.gather, packed.max_seqlen_q),
             spread(key, key_gather, packed.max_seqlen_kv),
             spread(value, key_gather, packed.max_seqlen_kv),
@@ -175,3 +182,27 @@ class PackedCausalAttention(MegatronModule):
         key = torch.arange(packed.max_seqlen_kv, device=device)
         seen = key <= at
         return seen if window is None else seen & (key > at - window)
+
+
+def capped_attention(
+    softcap: float,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """F.scaled_dot_product_attention with scores of softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118,
+    section 2). It keeps the scores: memory by the square of the length."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.size(-1) ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf)
+    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -19,6 +20,13 @@ from torch import Tensor
 from rltool.config.train import TrainerConfig
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.experts import computes, group_products, wanted
+from rltool.megatron.family_layers import (
+    LatentAttention,
+    NormedRowParallelLinear,
+    NormOfAllHeads,
+    TwoRopeSelfAttention,
+    TwoRotaryPositions,
+)
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
@@ -29,7 +37,6 @@ from rltool.megatron.patches import (
     route_without_transformer_engine,
 )
 from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
-from rltool.megatron.sandwich import NormedRowParallelLinear, TwoRopeSelfAttention, TwoRotaryPositions
 from rltool.models.base import Family, padded_vocabulary
 from rltool.models.layout import check_layout
 
@@ -106,15 +113,14 @@ def build_model(
     dispatch_without_atomics()
     model = GPTModel(
         config=config,
-        # Megatron also takes a spec of the whole block, and a rotary base of any number, whatever it annotates.
-        transformer_layer_spec=cast(Any, _block_spec(family, config, trainer.attention)),
+        # Megatron also takes a spec of the whole block, whatever it annotates.
+        transformer_layer_spec=cast(Any, _block_spec(family, config, coordinates, trainer.attention)),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.layout.tp),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
         post_process=coordinates.is_last_stage,
         share_embeddings_and_output_weights=family.tied_embeddings,
         position_embedding_type="rope",
-        rotary_base=cast(Any, family.rope_theta),
         parallel_output=True,
     )
     model.rotary_pos_emb = cast(Any, rotary_positions(family, device))
@@ -132,6 +138,10 @@ def build_model(
         if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
             layer.mlp.__class__ = GatedMLP
             cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
+        if config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
+            _freeze_bias(cast(Any, layer.mlp).router)
+    # Read by Megatron at the end of a step, to move the biases.
+    config.moe_router_enable_expert_bias = False
     _mark_sharded(model, family)
     model.to(device)
     if wanted(trainer.expert_products, device, dtype):
@@ -143,9 +153,20 @@ def build_model(
 
 
 def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | TwoRotaryPositions:
-    if family.sliding_inverse_frequencies is None:
-        return RotaryPositions(family.inverse_frequencies, device)
-    return TwoRotaryPositions(family.inverse_frequencies, family.sliding_inverse_frequencies, device)
+    rotary = family.rotary
+    if rotary.sliding is None:
+        return RotaryPositions(rotary, device)
+    return TwoRotaryPositions(rotary, rotary.sliding, device)
+
+
+def _freeze_bias(router: Any) -> None:
+    """Makes the correction bias of a router, a buffer of Megatron's that its own training moves, a parameter that is
+    not trained: so that it is loaded, saved, exported and sent as the others are. It stays fp32."""
+    bias = router.expert_bias
+    del router.expert_bias
+    router.expert_bias = torch.nn.Parameter(torch.zeros_like(bias), requires_grad=False)
+    # Else it would count the tokens of each expert.
+    router.enable_expert_bias = False
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:
@@ -162,34 +183,48 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
             marked.partition_stride = 1
 
 
-def _block_spec(family: Family, config: TransformerConfig, backend: Backend) -> TransformerBlockSubmodules:
+def _block_spec(
+    family: Family, config: TransformerConfig, coordinates: Coordinates, backend: Backend
+) -> TransformerBlockSubmodules:
+    if family.num_experts:
+        route_without_transformer_engine()
+    held = config.num_layers // config.pipeline_model_parallel_size
+    here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
+    specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
+    # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
+    return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
+
+
+def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, experts: bool) -> Any:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
-        num_experts=family.num_experts or None,
+        num_experts=family.num_experts if experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=config.qk_layernorm,
     )
-    if family.num_experts:
-        route_without_transformer_engine()
     # The spec objects are shared inside Megatron: change a copy.
     layer = cast(Any, copy.deepcopy(spec))
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
+    before = IdentityOp if family.norms == "post" else RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
+    params = {"attention": family.attention, "backend": backend}
+    if family.attention.latent is not None:
+        layer.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
+        return layer
     attention = layer.submodules.self_attention
-    attention.submodules.core_attention = ModuleSpec(
-        PackedCausalAttention, params={"sliding_windows": family.sliding_windows, "backend": backend}
-    )
+    attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=params)
     if config.qk_layernorm:
-        attention.submodules.q_layernorm = attention.submodules.k_layernorm = RMSNorm
-    if family.sandwich_norms:
+        norms = [RMSNorm, RMSNorm]
+        if family.attention.norm_whole:
+            heads = config.num_attention_heads, config.num_query_groups
+            norms = [ModuleSpec(NormOfAllHeads, params={"heads": number}) for number in heads]
+        attention.submodules.q_layernorm, attention.submodules.k_layernorm = norms
+    if family.norms != "pre":
         attention.submodules.linear_proj = NormedRowParallelLinear
         mlp_submodules(layer).linear_fc2 = NormedRowParallelLinear
-    if family.sliding_inverse_frequencies is not None:
+    if family.rotary.sliding is not None:
         attention.module = TwoRopeSelfAttention
-        attention.params = {**attention.params, "sliding_windows": family.sliding_windows}
-    # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
-    num_layers = config.num_layers // config.pipeline_model_parallel_size
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=cast(Any, RMSNorm))
+        attention.params = {**attention.params, "attention": family.attention}
+    return layer
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:

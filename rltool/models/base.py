@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,32 @@ def check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) ->
         )
 
 
+class Interleaved(NamedTuple):
+    """Of every `period` rows of a tensor (a head), `size` from `start` on are turned by rotary positions in pairs of
+    neighbours (0 and 1, 2 and 3, ...), and in Megatron in pairs of halves (0 and size / 2, ...).
+
+    So the rows lie in another order there, and one kernel rotates for all families.
+    """
+
+    period: int
+    start: int
+    size: int
+
+    def halves(self, rows: Tensor) -> Tensor:
+        """HF's order -> Megatron's; a copy."""
+        return self._turned(rows, (self.size // 2, 2))
+
+    def neighbours(self, rows: Tensor) -> Tensor:
+        """The inverse of `halves`."""
+        return self._turned(rows, (2, self.size // 2))
+
+    def _turned(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
+        result = rows.clone()
+        of, to = (x.unflatten(0, (-1, self.period))[:, self.start : self.start + self.size] for x in (rows, result))
+        to.copy_(of.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
+        return result
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One parameter of the Megatron model and the HF tensors that it is made of.
@@ -43,6 +69,10 @@ class Parameter:
     query_groups, head_dim: for "qkv"
     vocabulary: dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size
     expert: global index of the expert that it belongs to; None outside of experts
+    parts: rows of what is merged (queries, keys, values; gate, up) where they are one HF tensor, in this order; empty:
+        each is a tensor of its own
+    interleaved: of each part; empty: none is
+    keeps_fp32: it is fp32 whatever the model's dtype, here and in a checkpoint
     """
 
     name: str
@@ -54,10 +84,22 @@ class Parameter:
     head_dim: int = 0
     vocabulary: bool = False
     expert: int | None = None
+    parts: tuple[int, ...] = ()
+    interleaved: tuple[Interleaved | None, ...] = ()
+    keeps_fp32: bool = False
 
     @property
     def blocks(self) -> int:
-        return len(self.hf) if self.merge_as == "stack" else 1
+        return len(self.parts or self.hf) if self.merge_as == "stack" else 1
+
+    @property
+    def split_copies(self) -> bool:
+        """Whether `split` returns copies, in place of views."""
+        return self.merge_as == "qkv" or bool(self.interleaved)
+
+    def dtype(self, model: torch.dtype) -> torch.dtype:
+        """Of this parameter in a model of that dtype."""
+        return torch.float32 if self.keeps_fp32 else model
 
     @property
     def merged_shape(self) -> tuple[int, ...]:
@@ -68,23 +110,25 @@ class Parameter:
         """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
         for (name, shape), tensor in zip(self.hf, tensors, strict=True):
             check_shape(name, tuple(tensor.shape), shape)
-        if self.merge_as == "same":
-            return tensors[0]
-        if self.merge_as == "stack":
-            return torch.cat(tensors)
-        grouped = [tensor.reshape(self.query_groups, -1, *tensor.shape[1:]) for tensor in tensors]
+        parts = list(tensors[0].split(self.parts)) if self.parts and self.merge_as == "qkv" else tensors
+        if self.interleaved:
+            parts = [x if i is None else i.halves(x) for x, i in zip(parts, self.interleaved, strict=True)]
+        if self.merge_as != "qkv":
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+        grouped = [part.reshape(self.query_groups, -1, *part.shape[1:]) for part in parts]
         merged = torch.cat(grouped, dim=1)
         return merged.reshape(-1, *merged.shape[2:])
 
     def split(self, tensor: Tensor) -> list[Tensor]:
         """The inverse of `merge`; contiguous tensors in the order of `hf`."""
-        if self.merge_as == "same":
-            return [tensor]
-        if self.merge_as == "stack":
-            return list(tensor.chunk(self.blocks))
-        grouped = tensor.reshape(self.query_groups, -1, *tensor.shape[1:])
-        sizes = [shape[0] // self.query_groups for _, shape in self.hf]
-        return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
+        parts = list(tensor.chunk(len(self.hf)))
+        if self.merge_as == "qkv":
+            grouped = tensor.reshape(self.query_groups, -1, *tensor.shape[1:])
+            sizes = [rows // self.query_groups for rows in self.parts or (shape[0] for _, shape in self.hf)]
+            parts = [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
+        if self.interleaved:
+            parts = [x if i is None else i.neighbours(x) for x, i in zip(parts, self.interleaved, strict=True)]
+        return parts if len(parts) == len(self.hf) else [torch.cat(parts)]
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds,
@@ -128,18 +172,68 @@ def padded_vocabulary(size: int, tensor_parallel: int) -> int:
     return -(-size // tensor_parallel) * tensor_parallel
 
 
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): queries, and keys with values, are made
+    of vectors of a low rank; a part of each head has no positions, and one has, which in the key all heads share.
+
+    query_rank: None, queries come straight from the hidden state; rank: of keys and values; plain, rotary: sizes of a
+    head's two parts of query and key, in this order; value: of its value
+    """
+
+    query_rank: int | None
+    rank: int
+    plain: int
+    rotary: int
+    value: int
+
+    @property
+    def head(self) -> int:
+        """Size of a head's query and key."""
+        return self.plain + self.rotary
+
+
+@dataclass(frozen=True, eq=False)
+class Rotary:
+    """Rotary positions (Su et al. 2021).
+
+    inverse_frequencies: [size / 2] float32, scaling applied; a head's dimensions from `size` on are not turned
+    scale: of cosines and sines (YaRN)
+    sliding: of the layers with a sliding window; None: the same
+    """
+
+    inverse_frequencies: Tensor
+    scale: float = 1.0
+    sliding: Rotary | None = None
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What differs from plain grouped-query attention.
+
+    windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has one
+    norm_whole: the norm of queries (and that of keys) is over all heads together, in place of each head's
+    softcap: scores are softcap * tanh(score / softcap)
+    latent: in the place of grouped queries
+    """
+
+    windows: tuple[int | None, ...] = ()
+    norm_whole: bool = False
+    softcap: float | None = None
+    latent: Latent | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A model of one family: what Megatron needs to build it, and the mapping of every tensor.
 
     transformer: keyword arguments of Megatron's TransformerConfig
-    inverse_frequencies: [head_dim / 2] float32 of the rotary embedding, scaling applied
     parameters: every Megatron parameter of the model, in the order in which weights are exported
     embedding_scale: what the embedding's output is multiplied with; None: nothing
-    sandwich_norms: attention and MLP outputs are normalised, too, before they are added to the residual
-    sliding_windows: per layer, how many tokens a token sees (itself included); None: all before it. Empty: no layer has
-    one
-    sliding_inverse_frequencies: as `inverse_frequencies`, for the layers with a sliding window; None: the same
+    norms: where a layer normalises: "pre", the inputs of attention and MLP; "post", their outputs, before these are
+    added to the residual; "sandwich", both
+    carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
+    nor sent to engines; conversion and export hand them on bit by bit
     modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
     """
 
@@ -148,13 +242,12 @@ class Family:
     vocab_size: int
     max_position_embeddings: int
     tied_embeddings: bool
-    rope_theta: float
-    inverse_frequencies: Tensor
+    rotary: Rotary
     parameters: tuple[Parameter, ...]
+    attention: Attention = Attention()
     embedding_scale: float | None = None
-    sandwich_norms: bool = False
-    sliding_windows: tuple[int | None, ...] = ()
-    sliding_inverse_frequencies: Tensor | None = None
+    norms: Literal["pre", "post", "sandwich"] = "pre"
+    carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
@@ -176,6 +269,11 @@ class Family:
         """Experts per layer; 0 for a dense model."""
         return self.transformer.get("num_moe_experts") or 0
 
+    @property
+    def expert_layers(self) -> list[bool]:
+        """Whether each layer has experts."""
+        return [bool(x) for x in self.transformer.get("moe_layer_freq") or [self.num_experts] * self.num_layers]
+
     def cost(self) -> ModelCost:
         """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
         parameters = 0
@@ -185,8 +283,10 @@ class Family:
             if parameter.expert is not None:
                 size = size * self.transformer["moe_router_topk"] // self.num_experts
             parameters += size
-        width = self.num_layers * self.transformer["num_attention_heads"] * self.transformer["kv_channels"]
-        return ModelCost(parameters, width)
+        latent, head = self.attention.latent, self.transformer["kv_channels"]
+        # Queries x keys, and weights x values: they may differ in size.
+        sizes = 2 * head if latent is None else latent.head + latent.value
+        return ModelCost(parameters, self.num_layers * self.transformer["num_attention_heads"] * sizes // 2)
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""

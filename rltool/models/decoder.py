@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltool.errors import UsageError
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
-from rltool.models.rope import inverse_frequencies, rope_settings
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Attention, Family, Interleaved, Parameter
+from rltool.models.rope import rope_settings, rotary
 
-PLAIN_NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-}
-"""Megatron's name of a norm over the hidden size -> its HF name, within a layer."""
+BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
+AFTER_ATTENTION, AFTER_MLP = "self_attention.linear_proj.post_norm.weight", "mlp.linear_fc2.post_norm.weight"
+"""Megatron's names of the norms over the hidden size, within a layer."""
+PLAIN_NORMS = {BEFORE_ATTENTION: "input_layernorm.weight", BEFORE_MLP: "post_attention_layernorm.weight"}
+"""Megatron's name -> HF's name."""
 
 
 def require(config: dict[str, Any], *keys: str) -> list[Any]:
@@ -46,8 +46,8 @@ def refuse_sliding_window(config: dict[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
-class FeedForward:
-    """What stands in the place of a dense MLP. transformer: for Megatron's configuration;
+class Part:
+    """Attention, or what stands in the place of a dense MLP. transformer: for Megatron's configuration;
     parameters: those of a layer."""
 
     transformer: dict[str, Any]
@@ -58,109 +58,185 @@ class FeedForward:
 class Variant:
     """Where a family differs from Llama.
 
-    qkv_bias: biases on q, k and v; qk_norm: RMSNorm over each head's query and key
-    activation: of the gate; norms: see PLAIN_NORMS; transformer: further arguments of Megatron's TransformerConfig
-    feed_forward: None is the gated MLP; extra: further fields of the Family
+    qkv_bias: biases on q, k and v; qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
+    fused: HF names of one tensor for q, k, v and of one for gate, up, within a layer; None: each has its own
+    attention: see `Attention`; partial_rotary: part of a head that rotary positions turn where config.json names none;
+    None: all of it, another one is refused; interleaved: they turn pairs of neighbours
+    activation: of the gate; norms: see PLAIN_NORMS, of which some may be missing; feed_forward: None is the gated MLP
+    transformer: further arguments of Megatron's TransformerConfig; extra: further fields of the Family
     """
 
     qkv_bias: bool = False
     qk_norm: bool = False
+    fused: tuple[str, str] | None = None
+    attention: Attention = field(default_factory=Attention)
+    partial_rotary: float | None = None
+    interleaved: bool = False
     activation: Callable[[Tensor], Tensor] = F.silu
     norms: dict[str, str] = field(default_factory=lambda: PLAIN_NORMS)
+    feed_forward: Part | None = None
     transformer: dict[str, Any] = field(default_factory=dict)
-    feed_forward: FeedForward | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
-    """A decoder of `model.layers.N.{self_attn,mlp}` with separate q, k, v, gate and up projections in HF's layout.
+    """A decoder of `model.layers.N.{self_attn,mlp}` in HF's layout.
 
     UsageError for what config.json lacks or asks for and is not implemented.
     """
-    refuse(config, attention_dropout=0.0, quantization_config=None, partial_rotary_factor=1.0)
+    refuse(config, attention_dropout=0.0, quantization_config=None)
     layers, hidden, heads, vocab = require(
         config, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     )
-    groups = config.get("num_key_value_heads") or heads
-    head_dim = config.get("head_dim") or hidden // heads
-    if heads % groups:
-        raise UsageError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     tied = bool(config.get("tie_word_embeddings", False))
-    rope = rope_settings(config)
-    feed_forward = variant.feed_forward or gated_mlp(config)
+    attention = _latent(config, variant) if variant.attention.latent else _grouped(config, variant)
+    feed_forward = variant.feed_forward or gated_mlp(config, fused=variant.fused and variant.fused[1])
 
     parameters = [Parameter(EMBEDDING, (("model.embed_tokens.weight", (vocab, hidden)),), shard_dim=0, vocabulary=True)]
     for layer in range(layers):
-        parameters += _attention(layer, hidden, heads, groups, head_dim, variant)
+        parameters += attention.parameters(layer)
         parameters += [_norm(layer, name, hf, hidden) for name, hf in variant.norms.items()]
         parameters += feed_forward.parameters(layer)
     parameters.append(Parameter(FINAL_NORM, (("model.norm.weight", (hidden,)),)))
     if not tied:
         parameters.append(Parameter(HEAD, (("lm_head.weight", (vocab, hidden)),), shard_dim=0, vocabulary=True))
+    # Those of another dtype last: weights are sent in buckets of one.
+    parameters.sort(key=lambda parameter: parameter.keeps_fp32)
+    before, after = BEFORE_ATTENTION in variant.norms, AFTER_ATTENTION in variant.norms
 
     return Family(
-        architecture=config["architectures"][0],
-        transformer=dict(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            num_query_groups=groups,
-            kv_channels=head_dim,
-            layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
-            normalization="RMSNorm",
-            gated_linear_unit=True,
-            activation_func=variant.activation,
-            add_bias_linear=False,
-            add_qkv_bias=variant.qkv_bias,
-            qk_layernorm=variant.qk_norm,
-            **feed_forward.transformer,
-            **variant.transformer,
-        ),
-        vocab_size=vocab,
-        max_position_embeddings=config.get("max_position_embeddings") or 2048,
-        tied_embeddings=tied,
-        rope_theta=float(rope["rope_theta"]),
-        inverse_frequencies=inverse_frequencies(head_dim, rope),
-        parameters=tuple(parameters),
-        **variant.extra,
+        **{
+            "architecture": config["architectures"][0],
+            "transformer": dict(
+                num_layers=layers,
+                hidden_size=hidden,
+                num_attention_heads=heads,
+                layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
+                normalization="RMSNorm",
+                gated_linear_unit=True,
+                activation_func=variant.activation,
+                add_bias_linear=False,
+                add_qkv_bias=variant.qkv_bias,
+                qk_layernorm=variant.qk_norm,
+                **attention.transformer,
+                **feed_forward.transformer,
+                **variant.transformer,
+            ),
+            "vocab_size": vocab,
+            "max_position_embeddings": config.get("max_position_embeddings") or 2048,
+            "tied_embeddings": tied,
+            "rotary": rotary(_rotary_size(config, variant, attention.transformer["kv_channels"]), config),
+            "parameters": tuple(parameters),
+            "attention": variant.attention,
+            "norms": ("sandwich" if after else "pre") if before else "post",
+            **variant.extra,
+        }
     )
 
 
-def gated_mlp(config: dict[str, Any]) -> FeedForward:
+def _rotary_size(config: dict[str, Any], variant: Variant, head_dim: int) -> int:
+    latent = variant.attention.latent
+    if latent is not None:
+        return latent.rotary
+    part = rope_settings(config).get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if variant.partial_rotary is None and part not in (None, 1):
+        raise UsageError(f"config.json: partial_rotary_factor = {part!r} is not implemented for this family; only 1 is")
+    return int(head_dim * (part or variant.partial_rotary or 1))
+
+
+def gated_mlp(config: dict[str, Any], *, fused: str | None = None) -> Part:
+    """fused: see `Variant`."""
     hidden, ffn = require(config, "hidden_size", "intermediate_size")
 
     def parameters(layer: int) -> list[Parameter]:
-        hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
-        gate_and_up = tuple((f"{hf}{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up"))
-        down = ((f"{hf}down_proj.weight", (hidden, ffn)),)
+        hf, megatron = f"model.layers.{layer}.", f"decoder.layers.{layer}.mlp."
+        gate_and_up, parts = tuple((f"{hf}mlp.{x}_proj.weight", (ffn, hidden)) for x in ("gate", "up")), ()
+        if fused is not None:
+            gate_and_up, parts = ((f"{hf}{fused}.weight", (2 * ffn, hidden)),), (ffn, ffn)
+        down = ((f"{hf}mlp.down_proj.weight", (hidden, ffn)),)
         return [
-            Parameter(f"{megatron}linear_fc1.weight", gate_and_up, layer, 0, "stack"),
+            Parameter(f"{megatron}linear_fc1.weight", gate_and_up, layer, 0, "stack", parts=parts),
             Parameter(f"{megatron}linear_fc2.weight", down, layer, 1),
         ]
 
-    return FeedForward(dict(ffn_hidden_size=ffn), parameters)
+    return Part(dict(ffn_hidden_size=ffn), parameters)
 
 
-def _norm(layer: int, name: str, hf_name: str, size: int) -> Parameter:
-    return Parameter(f"decoder.layers.{layer}.{name}", ((f"model.layers.{layer}.{hf_name}", (size,)),), layer)
+def _norm(layer: int, name: str, hf_name: str, size: int, **more: Any) -> Parameter:
+    return Parameter(f"decoder.layers.{layer}.{name}", ((f"model.layers.{layer}.{hf_name}", (size,)),), layer, **more)
 
 
-def _attention(layer: int, hidden: int, heads: int, groups: int, head_dim: int, variant: Variant) -> list[Parameter]:
-    hf, megatron = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+def _grouped(config: dict[str, Any], variant: Variant) -> Part:
+    """Attention with grouped queries."""
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    groups = config.get("num_key_value_heads") or heads
+    head_dim = config.get("head_dim") or hidden // heads
+    if heads % groups:
+        raise UsageError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+    turned = Interleaved(head_dim, 0, _rotary_size(config, variant, head_dim)) if variant.interleaved else None
 
-    def qkv(kind: str, *columns: int) -> Parameter:
-        tensors = tuple((f"{hf}{x}_proj.{kind}", (rows[x], *columns)) for x in rows)
+    def qkv(layer: int, kind: str, *columns: int) -> Parameter:
+        hf, parts = f"model.layers.{layer}.", ()
+        tensors = tuple((f"{hf}self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in rows)
+        if variant.fused is not None:
+            parts = tuple(rows.values())
+            tensors = ((f"{hf}{variant.fused[0]}.{kind}", (sum(parts), *columns)),)
         return Parameter(
-            f"{megatron}linear_qkv.{kind}", tensors, layer, 0, "qkv", query_groups=groups, head_dim=head_dim
-        )
+            f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}", tensors, layer, 0, "qkv", query_groups=groups,
+            head_dim=head_dim, parts=parts, interleaved=(turned, turned, None) if turned else (),
+        )  # fmt: skip
 
-    parameters = [qkv("weight", hidden)]
-    if variant.qkv_bias:
-        parameters.append(qkv("bias"))
-    if variant.qk_norm:
-        parameters += [
-            _norm(layer, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight", head_dim) for x in "qk"
+    def parameters(layer: int) -> list[Parameter]:
+        result = [qkv(layer, "weight", hidden)]
+        if variant.qkv_bias:
+            result.append(qkv(layer, "bias"))
+        if variant.qk_norm:
+            whole = variant.attention.norm_whole
+            result += [
+                _norm(
+                    layer, f"self_attention.{x}_layernorm.weight", f"self_attn.{x}_norm.weight",
+                    rows[x] if whole else head_dim, shard_dim=0 if whole else None,
+                )
+                for x in "qk"
+            ]  # fmt: skip
+        out = ((f"model.layers.{layer}.self_attn.o_proj.weight", (hidden, rows["q"])),)
+        return [*result, Parameter(f"decoder.layers.{layer}.self_attention.linear_proj.weight", out, layer, 1)]
+
+    return Part(dict(num_query_groups=groups, kv_channels=head_dim), parameters)
+
+
+def _latent(config: dict[str, Any], variant: Variant) -> Part:
+    """Multi-head latent attention."""
+    hidden, heads, latent = config["hidden_size"], config["num_attention_heads"], variant.attention.latent
+    assert latent is not None
+
+    def turned(period: int) -> tuple[Interleaved | None, ...]:
+        return (Interleaved(period, period - latent.rotary, latent.rotary),) if variant.interleaved else ()
+
+    def parameters(layer: int) -> list[Parameter]:
+        def product(name: str, hf: str, shape: tuple[int, int], cut: int | None = None, **more: Any) -> Parameter:
+            tensor = (f"model.layers.{layer}.self_attn.{hf}.weight", shape)
+            return Parameter(f"decoder.layers.{layer}.self_attention.{name}.weight", (tensor,), layer, cut, **more)
+
+        def norm(name: str, hf: str, size: int) -> Parameter:
+            return _norm(layer, f"self_attention.{name}.weight", f"self_attn.{hf}.weight", size)
+
+        query = (heads * latent.head, latent.query_rank or hidden)
+        queries = [product("linear_q_proj", "q_proj", query, 0, interleaved=turned(latent.head))]
+        if latent.query_rank is not None:
+            queries = [
+                product("linear_q_down_proj", "q_a_proj", (latent.query_rank, hidden)),
+                norm("q_layernorm", "q_a_layernorm", latent.query_rank),
+                product("linear_q_up_proj", "q_b_proj", query, 0, interleaved=turned(latent.head)),
+            ]
+        down = latent.rank + latent.rotary
+        return [
+            *queries,
+            product("linear_kv_down_proj", "kv_a_proj_with_mqa", (down, hidden), interleaved=turned(down)),
+            norm("kv_layernorm", "kv_a_layernorm", latent.rank),
+            product("linear_kv_up_proj", "kv_b_proj", (heads * (latent.plain + latent.value), latent.rank), 0),
+            product("linear_proj", "o_proj", (hidden, heads * latent.value), 1),
         ]
-    out = ((f"{hf}o_proj.weight", (hidden, rows["q"])),)
-    return [*parameters, Parameter(f"{megatron}linear_proj.weight", out, layer, 1)]
+
+    return Part(dict(num_query_groups=heads, kv_channels=latent.head), parameters)

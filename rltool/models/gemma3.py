@@ -3,15 +3,25 @@ with a sliding window and a rope base of their own between those that see everyt
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
 
 from rltool.errors import UsageError
-from rltool.models.base import Family
-from rltool.models.decoder import Variant, decoder, refuse, require
-from rltool.models.rope import inverse_frequencies, rope_settings
+from rltool.models.base import Attention, Family
+from rltool.models.decoder import (
+    AFTER_ATTENTION,
+    AFTER_MLP,
+    BEFORE_ATTENTION,
+    BEFORE_MLP,
+    Variant,
+    decoder,
+    refuse,
+    require,
+)
+from rltool.models.rope import rope_settings, rotary
 
 ARCHITECTURES = ("Gemma3ForCausalLM",)
 DEFAULTS = {
@@ -27,10 +37,10 @@ DEFAULTS = {
 }
 """transformers' defaults, which config.json may leave out."""
 NORMS = {
-    "input_layernorm.weight": "input_layernorm.weight",
-    "self_attention.linear_proj.post_norm.weight": "post_attention_layernorm.weight",
-    "pre_mlp_layernorm.weight": "pre_feedforward_layernorm.weight",
-    "mlp.linear_fc2.post_norm.weight": "post_feedforward_layernorm.weight",
+    BEFORE_ATTENTION: "input_layernorm.weight",
+    AFTER_ATTENTION: "post_attention_layernorm.weight",
+    BEFORE_MLP: "pre_feedforward_layernorm.weight",
+    AFTER_MLP: "post_feedforward_layernorm.weight",
 }
 
 
@@ -45,7 +55,7 @@ def build(config: dict[str, Any]) -> Family:
         final_logit_softcapping=None,
     )
     layers, hidden, window = require(config, "num_hidden_layers", "hidden_size", "sliding_window")
-    full, sliding = _ropes(config)
+    head_dim, (full, sliding) = config["head_dim"], _ropes(config)
     variant = Variant(
         qk_norm=True,
         activation=partial(F.gelu, approximate="tanh"),
@@ -53,13 +63,12 @@ def build(config: dict[str, Any]) -> Family:
         transformer=dict(
             layernorm_zero_centered_gamma=True, softmax_scale=float(config["query_pre_attn_scalar"]) ** -0.5
         ),
+        attention=Attention(
+            windows=tuple(window if kind == "sliding_attention" else None for kind in _layer_types(config, layers))
+        ),
         extra=dict(
             embedding_scale=hidden**0.5,
-            sandwich_norms=True,
-            sliding_windows=tuple(
-                window if kind == "sliding_attention" else None for kind in _layer_types(config, layers)
-            ),
-            sliding_inverse_frequencies=inverse_frequencies(config["head_dim"], sliding),
+            rotary=replace(rotary(head_dim, config, full), sliding=rotary(head_dim, config, sliding)),
         ),
     )
     return decoder({**config, "rope_parameters": full, "rope_scaling": None}, variant)

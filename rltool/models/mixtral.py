@@ -6,7 +6,7 @@ from typing import Any
 
 from rltool.models.base import Family
 from rltool.models.decoder import Variant, decoder, refuse, require
-from rltool.models.experts import mixture_of_experts
+from rltool.models.experts import Names, Router, mixture_of_experts
 from rltool.models.mistral import check_window
 
 ARCHITECTURES = ("MixtralForCausalLM",)
@@ -25,9 +25,7 @@ def build(config: dict[str, Any]) -> Family:
         hidden=hidden,
         ffn=ffn,
         experts=experts,
-        top_k=top_k,
-        normalize=True,
-        block="block_sparse_moe",
-        projections=("w1", "w3", "w2"),
+        router=Router(top_k, normalize=True),
+        names=Names("block_sparse_moe", ("w1", "w3", "w2")),
     )
     return decoder(config, Variant(feed_forward=feed_forward))

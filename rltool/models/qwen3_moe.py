@@ -6,7 +6,7 @@ from typing import Any
 
 from rltool.models.base import Family
 from rltool.models.decoder import Variant, decoder, refuse, refuse_sliding_window, require
-from rltool.models.experts import mixture_of_experts
+from rltool.models.experts import Router, mixture_of_experts
 
 ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 DEFAULTS = {"num_experts_per_tok": 8, "num_experts": 128}
@@ -29,9 +29,6 @@ def build(config: dict[str, Any]) -> Family:
         hidden=hidden,
         ffn=ffn,
         experts=experts,
-        top_k=top_k,
-        normalize=bool(config.get("norm_topk_prob", False)),
-        block="mlp",
-        projections=("gate_proj", "up_proj", "down_proj"),
+        router=Router(top_k, normalize=bool(config.get("norm_topk_prob", False))),
     )
     return decoder(config, Variant(qk_norm=True, feed_forward=feed_forward))

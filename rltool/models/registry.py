@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.models import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rltool.models import deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rltool.models.base import Family
 
-_FAMILIES = (gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_FAMILIES = (deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
 _BUILDERS = {architecture: module.build for module in _FAMILIES for architecture in module.ARCHITECTURES}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rltool.errors import UsageError
+from rltool.models.base import Rotary
 
-IMPLEMENTED = ("default", "linear", "llama3")
+IMPLEMENTED = ("default", "linear", "llama3", "yarn")
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -27,22 +28,31 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
             f"config.json: rope type {settings['rope_type']!r} is not implemented; "
             f"implemented: {', '.join(IMPLEMENTED)}"
         )
-    if settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
-        raise UsageError("config.json: partial_rotary_factor below 1 is not implemented")
     return settings
+
+
+def rotary(head_dim: int, config: dict[str, Any], settings: dict[str, Any] | None = None) -> Rotary:
+    """Of a config.json. head_dim: size of what may be turned; settings: in place of the file's `rope_settings`."""
+    settings = settings or rope_settings(config)
+    scale = attention_factor(settings) if settings["rope_type"] == "yarn" else 1.0
+    context = config.get("max_position_embeddings")
+    return Rotary(inverse_frequencies(head_dim, {"max_position_embeddings": context, **settings}), scale)
 
 
 def inverse_frequencies(head_dim: int, settings: dict[str, Any]) -> Tensor:
     """[head_dim / 2] float32: theta^(-2i/d) (Su et al. 2021), scaled as `rope_type` says.
 
     "linear" divides all by `factor` (Chen et al. 2023). "llama3" divides long wavelengths by `factor`, keeps short ones
-    and interpolates between, as in Llama 3.1's reference implementation.
+    and interpolates between, as in Llama 3.1's reference implementation. "yarn" does so by the number of turns within
+    the original context (Peng et al. 2023, arXiv 2309.00071, section 3.2).
     """
     frequencies = 1.0 / settings["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if settings["rope_type"] == "default":
         return frequencies
     if settings["rope_type"] == "linear":
         return frequencies / settings["factor"]
+    if settings["rope_type"] == "yarn":
+        return _yarn(frequencies, head_dim, settings)
     factor, low, high = settings["factor"], settings["low_freq_factor"], settings["high_freq_factor"]
     original_length = settings["original_max_position_embeddings"]
     wavelengths = 2 * math.pi / frequencies
@@ -50,3 +60,40 @@ def inverse_frequencies(head_dim: int, settings: dict[str, Any]) -> Tensor:
     between = (1 - smooth) * frequencies / factor + smooth * frequencies
     scaled = torch.where(wavelengths > original_length / low, frequencies / factor, between)
     return torch.where(wavelengths < original_length / high, frequencies, scaled)
+
+
+def _yarn(frequencies: Tensor, head_dim: int, settings: dict[str, Any]) -> Tensor:
+    original, base = _original_context(settings), settings["rope_theta"]
+
+    def dimension(turns: float) -> float:
+        """The pair that turns so often within the original context."""
+        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    first = dimension(settings.get("beta_fast") or 32)
+    last = dimension(settings.get("beta_slow") or 1)
+    if settings.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - first) / ((last - first) or 0.001)
+    divided = ramp.clamp(0, 1)
+    return frequencies / settings["factor"] * divided + frequencies * (1 - divided)
+
+
+def _original_context(settings: dict[str, Any]) -> int:
+    length = settings.get("original_max_position_embeddings") or settings.get("max_position_embeddings")
+    if not length:
+        raise UsageError("config.json: rope type 'yarn' needs original_max_position_embeddings")
+    return length
+
+
+def mscale(factor: float, weight: float = 1.0) -> float:
+    """YaRN's correction of attention's temperature for a context longer by `factor` (equation 22 of the paper)."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def attention_factor(settings: dict[str, Any]) -> float:
+    """What YaRN multiplies cosines and sines with."""
+    if settings.get("attention_factor") is not None:
+        return settings["attention_factor"]
+    factor, of, all_dim = settings["factor"], settings.get("mscale"), settings.get("mscale_all_dim")
+    return mscale(factor, of) / mscale(factor, all_dim) if of and all_dim else mscale(factor)

@@ -19,8 +19,10 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 """Where the trainers of these tests run: cpu, or cuda on a host with two GPUs."""
 
 
-KINDS = ("qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral")
-EXPERTS = ("qwen3_moe", "mixtral")
+KINDS = (
+    "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
+)  # fmt: skip
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
 HEAD_DIM = 32
 """Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
@@ -31,6 +33,11 @@ def hf_config(kind: str, tied: bool, **sizes):
 
     llama3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
     plain = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0))
+    yarn = dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, original_max_position_embeddings=64)
+    yarn |= dict(mscale=0.7, mscale_all_dim=0.9, beta_fast=4, beta_slow=1)
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=2)
+    experts |= dict(routed_scaling_factor=1.7, first_k_dense_replace=1, num_nextn_predict_layers=1)
+    latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
     name, special = {
         "qwen2": ("Qwen2Config", plain),
         "llama": ("LlamaConfig", dict(rope_parameters=dict(rope_type="llama3", rope_theta=5000.0, **llama3))),
@@ -54,6 +61,24 @@ def hf_config(kind: str, tied: bool, **sizes):
                 ),
             ),
         ),
+        "glm4_moe": (
+            "Glm4MoeConfig",
+            experts
+            | dict(
+                rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
+                head_dim=HEAD_DIM,
+                attention_bias=True,
+                use_qk_norm=True,
+            ),
+        ),
+        "deepseek_v3": (
+            "DeepseekV3Config",
+            experts
+            | latent
+            | dict(rope_parameters=yarn, q_lora_rank=20, n_routed_experts=8, num_experts_per_tok=4)
+            | dict(n_group=4, topk_group=2, rms_norm_eps=1e-6),
+        ),
+        "glm4_moe_lite": ("Glm4MoeLiteConfig", experts | latent | plain | dict(q_lora_rank=None, n_group=1)),
     }[kind]
     common = dict(
         hidden_size=64,
@@ -77,7 +102,9 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     centre = 0.0 if kind == "gemma3" else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+            if "inv_freq" in name:
+                continue
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model.eval()

@@ -173,7 +173,7 @@ def test_wrong_mapping_is_caught_by_the_logits_although_tensors_agree(tmp_path, 
 
     def wrong(config):
         family = right(config)
-        family.inverse_frequencies[1:] *= 1.5
+        family.rotary.inverse_frequencies[1:] *= 1.5
         return family
 
     monkeypatch.setattr(convert, "family_for", wrong)

@@ -40,7 +40,7 @@ def test_every_parameter_once_in_order_and_no_buffer_above_the_bound_but_for_one
         alone = len(gather.cut) + len(gather.whole) == 1
         assert 4 * gather.elements <= bound or alone
     for before, after in pairwise(plan):  # none was closed early
-        first = next((Gather(after.route, layout.tp, (p,)).elements for p in after.parameters), 0)
+        first = next((Gather(after.route, after.dtype, layout.tp, (p,)).elements for p in after.parameters), 0)
         assert before.route != after.route or 4 * (before.elements + first) > bound
 
 
@@ -71,7 +71,7 @@ def test_experts_of_one_replica_are_gathered_together():
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_views_of_the_buffer_are_disjoint_and_fill_it(tp):
-    gather = Gather(Route(0, 0, travels=True, in_each_replica=False), tp, DENSE.parameters)
+    gather = Gather(Route(0, 0, travels=True, in_each_replica=False), torch.float32, tp, DENSE.parameters)
     flat = torch.zeros(gather.elements)
     state = random_hf_state(DENSE)
     for parameter in DENSE.parameters:

@@ -38,7 +38,8 @@ def random_hf_state(family):
 @pytest.mark.parametrize("architecture", supported_architectures())
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_hf_tensor_survives_merge_shard_unshard_split(architecture, tp):
-    family = family_for(hf_config(architecture, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2))
+    experts = dict(num_experts=4, n_routed_experts=4, first_k_dense_replace=1, num_experts_per_tok=2, n_group=1)
+    family = family_for(hf_config(architecture, moe_intermediate_size=8, **experts))
     assert len({parameter.name for parameter in family.parameters}) == len(family.parameters)
     state = random_hf_state(family)
     for parameter in family.parameters:
@@ -110,7 +111,7 @@ def test_unknown_architecture_is_refused_with_the_supported_ones_and_the_page():
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act"),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout"),
-        ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4}}, "yarn"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope", "factor": 4}}, "longrope"),
         ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
         ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
@@ -162,11 +163,11 @@ def test_gemma3_reads_both_spellings_of_layers_and_ropes():
         "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
     }
     families = [family_for(old), family_for(new)]
-    assert {family.sliding_windows for family in families} == {(16, 16, 16, None, 16, 16, 16, None)}
-    assert torch.equal(families[0].inverse_frequencies, families[1].inverse_frequencies)
-    assert torch.equal(families[0].sliding_inverse_frequencies, families[1].sliding_inverse_frequencies)
+    assert {family.attention.windows for family in families} == {(16, 16, 16, None, 16, 16, 16, None)}
+    assert torch.equal(families[0].rotary.inverse_frequencies, families[1].rotary.inverse_frequencies)
+    assert torch.equal(*(family.rotary.sliding.inverse_frequencies for family in families))
     plain = inverse_frequencies(32, rope_settings({"rope_theta": 1e6}))
-    assert torch.allclose(families[0].inverse_frequencies, plain / 8)
+    assert torch.allclose(families[0].rotary.inverse_frequencies, plain / 8)
 
 
 def test_router_weights_are_normalised_as_the_family_says():
