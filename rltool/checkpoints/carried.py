@@ -1,10 +1,18 @@
-"""The small files that travel with the weights: config, tokenizer, generation config. Pure files."""
+"""What travels with the weights: config, tokenizer, generation config, and tensors that are not of the model."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+
+from rltool.models.hf_directory import HFTensors
+from rltool.models.tensor_files import write_tensor_file
+from rltool.models.weight_files import INDEX, SINGLE
 
 PATTERNS = (
     "config.json",
@@ -35,3 +43,47 @@ def carry(source: Path, target: Path, *, dtype: str) -> list[str]:
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [path.name for path in files]
+
+
+TENSORS = "carried.safetensors"
+"""In a torch_dist directory: the tensors that are not of the model (`Family.carried`)."""
+
+
+class CarriedTensors:
+    """Of a model directory, those whose names begin with one of `beginnings`."""
+
+    def __init__(self, tensors: HFTensors, beginnings: tuple[str, ...]) -> None:
+        self._tensors = tensors
+        names = [name for name in tensors.names if name.startswith(beginnings)]
+        # As `write_tensor_file` wants them.
+        names.sort(key=lambda name: (-tensors.dtype(name).itemsize, name))
+        self.layout: list[tuple[str, torch.dtype, tuple[int, ...]]] = [
+            (name, tensors.dtype(name), tensors.shape(name)) for name in names
+        ]
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors.read(name)
+
+    @property
+    def bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in self.layout)
+
+    def write(self, path: Path) -> None:
+        """Bit by bit, one tensor in memory at a time."""
+        write_tensor_file(path, self.layout, (self.read(name) for name, _, _ in self.layout))
+
+
+@contextmanager
+def carried_tensors(source: Path, beginnings: tuple[str, ...]) -> Iterator[CarriedTensors]:
+    """source: a Hugging Face directory, or one of ours that may hold `TENSORS`."""
+    is_hf = any((source / name).is_file() for name in (INDEX, SINGLE))
+    files = None if is_hf and beginnings else [path for path in (source / TENSORS,) if path.is_file()]
+    with HFTensors(source, files) as tensors:
+        yield CarriedTensors(tensors, beginnings)
+
+
+def carry_tensors(source: Path, target: Path, beginnings: tuple[str, ...]) -> None:
+    """Into a torch_dist directory, where there are any."""
+    with carried_tensors(source, beginnings) as carried:
+        if carried.layout:
+            carried.write(target / TENSORS)

@@ -16,12 +16,12 @@ import torch
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
-from rltool.checkpoints.carried import carried_files, carry
+from rltool.checkpoints.carried import carried_files, carried_tensors, carry, carry_tensors
 from rltool.checkpoints.hf_export import MAX_SHARD_BYTES, write_hf_directory
 from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.streamed import ShardedLayout, TorchDistReader
 from rltool.checkpoints.torch_dist import STATE, finish, open_verified
-from rltool.checkpoints.verify import compare_logits, compare_tensors
+from rltool.checkpoints.verify import compare_carried, compare_logits, compare_tensors
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan
@@ -40,7 +40,8 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done. logit_difference and tensors_equal are None when verification was off."""
+    """What was done. carried: files; carried_tensors: how many; logit_difference and tensors_equal are None when
+    verification was off."""
 
     architecture: str
     dtype: str
@@ -49,6 +50,7 @@ class Conversion:
     weight_bytes: int
     seconds: float
     carried: tuple[str, ...]
+    carried_tensors: int
     tensors_equal: int | None
     logit_difference: float | None
 
@@ -79,6 +81,7 @@ def hf_to_torch_dist(
             report("comparing every tensor, and the logits with transformers'")
             read = TorchDistReader(layout, partial / STATE).read
             equal = compare_tensors(plan, read, source)
+            compare_carried(source, partial, plan.carried)
             checked.append((equal, compare_logits(family, runtime, read, source, chosen)))
 
         report(f"writing {target}")
@@ -88,6 +91,7 @@ def hf_to_torch_dist(
             (partial / STATE).mkdir()
             layout.write(partial / STATE, lambda parameter: tensors.merged(parameter).to(parameter.dtype(chosen)))
             carry(source, partial, dtype=plan.dtype)
+            carry_tensors(source, partial, plan.carried)
             if verify:
                 check(partial)
             finish(partial, target, manifest)
@@ -141,6 +145,7 @@ def torch_dist_to_hf(
             with HFTensors(partial) as written:
                 check_tensors(family, written, partial)
                 equal = compare_tensors(plan, read, partial)
+                compare_carried(source, partial, plan.carried)
                 checked.append((equal, compare_logits(family, runtime, written.merged, partial, chosen)))
 
         report(f"writing {target}")
@@ -187,6 +192,8 @@ def _summary(
     architecture: str, plan: ExportPlan, started: float, source: Path, checked: list[tuple[int, float]]
 ) -> Conversion:
     equal, difference = checked[0] if checked else (None, None)
+    with carried_tensors(source, plan.carried) as carried:
+        others = len(carried.layout)
     return Conversion(
         architecture=architecture,
         dtype=plan.dtype,
@@ -195,6 +202,7 @@ def _summary(
         weight_bytes=plan.bytes,
         seconds=time.monotonic() - started,
         carried=tuple(path.name for path in carried_files(source)),
+        carried_tensors=others,
         tensors_equal=equal,
         logit_difference=difference,
     )

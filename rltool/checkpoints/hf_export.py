@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rltool.checkpoints import directory as directories
-from rltool.checkpoints.carried import carry
+from rltool.checkpoints.carried import CarriedTensors, carried_tensors, carry
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import ExportFailed
 from rltool.megatron.export_plan import ExportPlan, drain
@@ -29,9 +29,10 @@ def write_tensors(
     directory: Path,
     tensors: Iterable[tuple[TensorMeta, Tensor]],
     plan: ExportPlan,
+    carried: CarriedTensors,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Safetensors files from the plan's tensors, in its order; each is written as it comes."""
+    """Safetensors files from the plan's tensors, in its order; each is written as it comes. Behind them the carried."""
     shards, stream = plan.files(max_shard_bytes), iter(tensors)
 
     def announced(shard: Bucket) -> Iterator[Tensor]:
@@ -42,13 +43,17 @@ def write_tensors(
             yield tensor
 
     weight_map = {}
-    for number, shard in enumerate(shards, start=1):
-        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+    files = len(shards) + bool(carried.layout)
+    names = [SINGLE] if files == 1 else [f"model-{i:05d}-of-{files:05d}.safetensors" for i in range(1, files + 1)]
+    for name, shard in zip(names, shards, strict=False):
         layout = [(meta.name, getattr(torch, meta.dtype), tuple(meta.shape)) for meta in shard]
         write_tensor_file(directory / name, layout, announced(shard))
         weight_map |= {meta.name: name for meta in shard}
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": plan.bytes}, "weight_map": weight_map}
+    if carried.layout:
+        carried.write(directory / names[-1])
+        weight_map |= {name: names[-1] for name, _, _ in carried.layout}
+    if files > 1:
+        index = {"metadata": {"total_size": plan.bytes + carried.bytes}, "weight_map": weight_map}
         directories.write_text(directory / INDEX, json.dumps(index, indent=1) + "\n")
 
 
@@ -61,15 +66,16 @@ def write_hf_directory(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """A complete model directory, or none: weights, and config, tokenizer and generation config carried along from
-    `source`.
+    """A complete model directory, or none: weights, and config, tokenizer, generation config and the tensors that the
+    plan only names carried along from `source`.
 
     check: called with the unfinished directory before it gets its name; raises if it is not good. UsageError if `final`
     exists.
     """
     partial = directories.begin(Path(final))
     try:
-        write_tensors(partial, tensors, plan, max_shard_bytes)
+        with carried_tensors(source, plan.carried) as carried:
+            write_tensors(partial, tensors, plan, carried, max_shard_bytes)
         carry(source, partial, dtype=plan.dtype)
         if check is not None:
             check(partial)

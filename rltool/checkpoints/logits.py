@@ -77,6 +77,9 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
                 if value.shape != parameter.shape:
                     raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
                 _replace(module, name, value.to(dtype).float())
+            for name, buffer in module.named_buffers():
+                if (full := f"{owners[module]}.{name}") in tensors.names:  # a router's correction bias
+                    buffer.copy_(tensors.read(full))
 
         inner = model.model
         _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)

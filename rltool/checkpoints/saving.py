@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
-from rltool.checkpoints.carried import carry
+from rltool.checkpoints.carried import carry, carry_tensors
 from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import SaveFailed
@@ -139,6 +139,7 @@ class CheckpointSaver:
             for name, content in files.items():
                 (partial / name).write_bytes(content)
             carry(trainer.model_path, partial, dtype=manifest.dtype)
+            carry_tensors(trainer.model_path, partial, trainer.family.carried)
             finish(partial, final, manifest, described)
             return directories.set_latest(final)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from rltool.checkpoints.carried import carried_tensors
 from rltool.checkpoints.logits import Read, megatron_logits, transformers_logits
 from rltool.engines.transfer.wire import dtype_of
 from rltool.errors import RltoolError
@@ -44,6 +45,16 @@ def compare_tensors(plan: ExportPlan, read: Read, hf_directory: Path) -> int:
                 )
             count += 1
     return count
+
+
+def compare_carried(source: Path, target: Path, beginnings: tuple[str, ...]) -> None:
+    """The tensors that are only handed on, bit by bit. Raises ConversionMismatch naming the first that differs."""
+    with carried_tensors(source, beginnings) as expected, carried_tensors(target, beginnings) as found:
+        if found.layout != expected.layout:
+            raise ConversionMismatch(f"{target} has other tensors {', '.join(beginnings)} than {source}")
+        for name, _, _ in expected.layout:
+            if not torch.equal(found.read(name), expected.read(name)):
+                raise ConversionMismatch(f"{name} differs after the round trip")
 
 
 def compare_logits(family: Family, runtime: Runtime, read: Read, hf_directory: Path, dtype: torch.dtype) -> float:

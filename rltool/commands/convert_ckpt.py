@@ -36,6 +36,11 @@ def convert_ckpt(
         f"{done.weight_bytes / 1e6:,.1f} MB in {done.seconds:.1f} s",
         f"carried along: {', '.join(done.carried)}",
     ]
+    if done.carried_tensors:
+        lines.append(
+            f"carried along: {done.carried_tensors} tensors of multi-token-prediction layers, unchanged; "
+            "they are not trained"
+        )
     if done.tensors_equal is None:
         lines.append("not verified (--no-verify)")
     else:

@@ -50,12 +50,13 @@ class Export:
 @dataclass(frozen=True)
 class ExportPlan:
     """dtype: of the model (TensorMeta.dtype); num_layers, num_experts: of the model, which decide the ranks that hold a
-    parameter."""
+    parameter; carried: of `Family`, saved for Hugging Face alone."""
 
     exports: tuple[Export, ...]
     dtype: str
     num_layers: int
     num_experts: int
+    carried: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> list[TensorMeta]:
@@ -95,7 +96,7 @@ def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
         Export(parameter, tuple(TensorMeta(hf, named(parameter.dtype(dtype)), shape) for hf, shape in parameter.hf))
         for parameter in family.parameters
     )
-    return ExportPlan(exports, named(dtype), family.num_layers, family.num_experts)
+    return ExportPlan(exports, named(dtype), family.num_layers, family.num_experts, family.carried)
 
 
 def drain(stream: Stream) -> None:

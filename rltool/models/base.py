@@ -278,6 +278,8 @@ class Family:
         """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
         parameters = 0
         for parameter in self.parameters:
+            if parameter.keeps_fp32:  # a router's bias, which is no product
+                continue
             size = sum(math.prod(shape) for _, shape in parameter.hf)
             # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
             if parameter.expert is not None:

@@ -59,7 +59,7 @@ class Variant:
     """Where a family differs from Llama.
 
     qkv_bias: biases on q, k and v; qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
-    fused: HF names of one tensor for q, k, v and of one for gate, up, within a layer; None: each has its own
+    fused_qkv, fused_gate_up: HF's name, within a layer, of one tensor for these; None: each has its own
     attention: see `Attention`; partial_rotary: part of a head that rotary positions turn where config.json names none;
     None: all of it, another one is refused; interleaved: they turn pairs of neighbours
     activation: of the gate; norms: see PLAIN_NORMS, of which some may be missing; feed_forward: None is the gated MLP
@@ -68,7 +68,8 @@ class Variant:
 
     qkv_bias: bool = False
     qk_norm: bool = False
-    fused: tuple[str, str] | None = None
+    fused_qkv: str | None = None
+    fused_gate_up: str | None = None
     attention: Attention = field(default_factory=Attention)
     partial_rotary: float | None = None
     interleaved: bool = False
@@ -90,7 +91,7 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     )
     tied = bool(config.get("tie_word_embeddings", False))
     attention = _latent(config, variant) if variant.attention.latent else _grouped(config, variant)
-    feed_forward = variant.feed_forward or gated_mlp(config, fused=variant.fused and variant.fused[1])
+    feed_forward = variant.feed_forward or gated_mlp(config, fused=variant.fused_gate_up)
 
     parameters = [Parameter(EMBEDDING, (("model.embed_tokens.weight", (vocab, hidden)),), shard_dim=0, vocabulary=True)]
     for layer in range(layers):
@@ -100,8 +101,8 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     parameters.append(Parameter(FINAL_NORM, (("model.norm.weight", (hidden,)),)))
     if not tied:
         parameters.append(Parameter(HEAD, (("lm_head.weight", (vocab, hidden)),), shard_dim=0, vocabulary=True))
-    # Those of another dtype last: weights are sent in buckets of one.
-    parameters.sort(key=lambda parameter: parameter.keeps_fp32)
+    # The larger dtype first: weights are sent in buckets of one dtype, and safetensors files want it so.
+    parameters.sort(key=lambda parameter: not parameter.keeps_fp32)
     before, after = BEFORE_ATTENTION in variant.norms, AFTER_ATTENTION in variant.norms
 
     return Family(
@@ -145,7 +146,7 @@ def _rotary_size(config: dict[str, Any], variant: Variant, head_dim: int) -> int
 
 
 def gated_mlp(config: dict[str, Any], *, fused: str | None = None) -> Part:
-    """fused: see `Variant`."""
+    """fused: `Variant.fused_gate_up`."""
     hidden, ffn = require(config, "hidden_size", "intermediate_size")
 
     def parameters(layer: int) -> list[Parameter]:
@@ -179,9 +180,9 @@ def _grouped(config: dict[str, Any], variant: Variant) -> Part:
     def qkv(layer: int, kind: str, *columns: int) -> Parameter:
         hf, parts = f"model.layers.{layer}.", ()
         tensors = tuple((f"{hf}self_attn.{x}_proj.{kind}", (rows[x], *columns)) for x in rows)
-        if variant.fused is not None:
+        if variant.fused_qkv is not None:
             parts = tuple(rows.values())
-            tensors = ((f"{hf}{variant.fused[0]}.{kind}", (sum(parts), *columns)),)
+            tensors = ((f"{hf}{variant.fused_qkv}.{kind}", (sum(parts), *columns)),)
         return Parameter(
             f"decoder.layers.{layer}.self_attention.linear_qkv.{kind}", tensors, layer, 0, "qkv", query_groups=groups,
             head_dim=head_dim, parts=parts, interleaved=(turned, turned, None) if turned else (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -34,12 +35,14 @@ def check_finite(name: str, tensor: Tensor) -> None:
 class HFTensors:
     """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
 
-    def __init__(self, directory: Path) -> None:
-        """UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
+        """files: those to read; None: what the directory's index names.
+
+        UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
         self._stack = ExitStack()
         self._owner: dict[str, TensorFile] = {}
         with self._stack:
-            for path in weight_files(Path(directory)):
+            for path in weight_files(Path(directory)) if files is None else files:
                 file = TensorFile(path)
                 self._stack.callback(file.close)
                 for name in file.names:
@@ -69,6 +72,9 @@ class HFTensors:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._owner[name].shape(name)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._owner[name].dtype(name)
+
     def merged(self, parameter: Parameter) -> Tensor:
         """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
         if parameter.merge_as != "stack":
@@ -88,6 +94,7 @@ def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
     """UsageError naming the tensors that config.json does not imply and those that are missing; ShapeMismatch."""
     expected = {name for name, _ in family.hf_tensors()}
     extra = {name for name in tensors.names - expected if not name.endswith(".rotary_emb.inv_freq")}
+    extra = {name for name in extra if not name.startswith(family.carried)}
     if family.tied_embeddings and "lm_head.weight" in extra:
         # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
         if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):

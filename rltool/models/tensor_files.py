@@ -48,14 +48,19 @@ class TensorFile:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._entries[name]["shape"])
 
+    def dtype(self, name: str) -> torch.dtype:
+        """TensorFileDamaged for one that is not known."""
+        found = self._entries[name]["dtype"]
+        if found not in _DTYPES:
+            raise TensorFileDamaged(f"{self.path}: {name} has dtype {found}; known: {', '.join(_DTYPES)}")
+        return _DTYPES[found]
+
     def read(self, name: str) -> Tensor:
         """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that
         contradict."""
         entry = self._entries[name]
         (begin, end), shape = entry["data_offsets"], entry["shape"]
-        if entry["dtype"] not in _DTYPES:
-            raise TensorFileDamaged(f"{self.path}: {name} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
-        tensor = torch.empty(shape, dtype=_DTYPES[entry["dtype"]])
+        tensor = torch.empty(shape, dtype=self.dtype(name))
         if not 0 <= begin <= end or end - begin != tensor.nbytes:
             raise TensorFileDamaged(f"{self.path}: {name} of shape {shape} has {end - begin} bytes")
         if tensor.nbytes:

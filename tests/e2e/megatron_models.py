@@ -102,9 +102,8 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     centre = 0.0 if kind == "gemma3" else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
-            if "inv_freq" in name:
-                continue
+        biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
+        for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model.eval()

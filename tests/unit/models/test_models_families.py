@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rltool.errors import UsageError
-from rltool.models.base import EMBEDDING, HEAD, ShapeMismatch, padded_vocabulary
+from rltool.models.base import EMBEDDING, HEAD, Interleaved, Parameter, ShapeMismatch, padded_vocabulary
 from rltool.models.registry import family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
 
@@ -135,6 +135,11 @@ def test_unknown_architecture_is_refused_with_the_supported_ones_and_the_page():
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation"),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("DeepseekV3ForCausalLM", {"n_group": 8, "topk_group": 2}, "n_group 8, topk_group 2"),
+        ("DeepseekV3ForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("DeepseekV3ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method"),
+        ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("Glm4MoeForCausalLM", {"scoring_func": "softmax"}, "scoring_func"),
     ],
 )
 def test_feature_that_is_not_implemented_is_refused_by_name(architecture, changes, named):
@@ -202,3 +207,58 @@ def test_directory_without_config_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UsageError, match="not valid JSON"):
         read_hf_config(tmp_path)
+
+
+def latent_config(**changes):
+    sizes = dict(q_lora_rank=6, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
+    experts = dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, moe_intermediate_size=8)
+    return hf_config("DeepseekV3ForCausalLM", **sizes, **experts, first_k_dense_replace=1, **changes)
+
+
+def test_rows_that_are_turned_in_neighbouring_pairs_become_halves_and_back():
+    of = Interleaved(period=6, start=2, size=4)
+    rows = torch.arange(12)[:, None]
+    assert of.halves(rows).flatten().tolist() == [0, 1, 2, 4, 3, 5, 6, 7, 8, 10, 9, 11]
+    assert torch.equal(of.neighbours(of.halves(rows)), rows)
+    interleaved = family_for(latent_config()).parameter("decoder.layers.0.self_attention.linear_kv_down_proj.weight")
+    assert interleaved.interleaved == (Interleaved(14, 10, 4),)
+    assert not family_for(latent_config(rope_interleave=False)).parameter(interleaved.name).interleaved
+
+
+def test_fused_tensors_are_merged_and_split_as_separate_ones():
+    parts = dict(query_groups=2, head_dim=4, parts=(16, 8, 8))
+    turned = (Interleaved(4, 0, 2), None, None)
+    fused = Parameter("qkv", (("fused", (32, 3)),), 0, 0, "qkv", **parts, interleaved=turned)
+    apart = Parameter(
+        "qkv", tuple((x, (rows, 3)) for x, rows in zip("qkv", (16, 8, 8), strict=True)), 0, 0, "qkv", 2, 4,
+        interleaved=turned,
+    )  # fmt: skip
+    tensor = torch.randn(32, 3)
+    assert torch.equal(fused.merge([tensor]), apart.merge(list(tensor.split((16, 8, 8)))))
+    assert torch.equal(fused.split(fused.merge([tensor]))[0], tensor)
+    gate_up = Parameter("fc1", (("fused", (8, 3)),), 0, 0, "stack", parts=(4, 4))
+    assert torch.equal(gate_up.shard(tensor[:8], 1, 2), torch.cat([tensor[2:4], tensor[6:8]]))
+    assert torch.equal(gate_up.unshard([gate_up.shard(tensor[:8], rank, 2) for rank in range(2)]), tensor[:8])
+
+
+def test_a_mixture_after_dense_layers_has_its_experts_bias_and_shared_expert_where_they_belong():
+    family = family_for(latent_config(num_nextn_predict_layers=1))
+    names = {parameter.name: parameter for parameter in family.parameters}
+    assert family.expert_layers == [False, True]
+    assert family.carried == ("model.layers.2.",)
+    bias = names["decoder.layers.1.mlp.router.expert_bias"]
+    assert bias.hf == (("model.layers.1.mlp.gate.e_score_correction_bias", (8,)),)
+    assert bias.dtype(torch.bfloat16) is torch.float32
+    assert family.parameters[0] is bias  # one dtype after the other
+    assert "decoder.layers.0.mlp.linear_fc1.weight" in names
+    assert "decoder.layers.1.mlp.shared_experts.linear_fc2.weight" in names
+    assert {name.split(".")[2] for name in names if "experts.local_experts" in name} == {"1"}
+
+
+def test_latent_attention_costs_its_own_sizes_and_the_bias_is_no_work():
+    cost = family_for(latent_config()).cost()
+    assert cost.attention_width == 2 * 4 * (10 + 8) // 2
+    hidden, heads = 16, 4
+    attention = hidden * 6 + 6 + heads * 10 * 6 + 14 * hidden + 10 + heads * 14 * 10 + hidden * heads * 8
+    dense, sparse = 3 * hidden * 24, hidden * 8 + (4 + 1) * 3 * hidden * 8
+    assert cost.parameters == 2 * (attention + 2 * hidden) + dense + sparse + 2 * 11 * hidden + hidden
