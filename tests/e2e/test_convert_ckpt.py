@@ -145,7 +145,7 @@ def test_existing_target_is_refused_and_untouched(tmp_path, source):
     ("change", "named"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
         ({"dtype": "float16"}, "float16"),
         ({"num_hidden_layers": 3}, r"unknown tensors.*model\.layers\.3"),
         ({"num_hidden_layers": 5}, r"missing tensors.*model\.layers\.4"),
