@@ -37,6 +37,8 @@ def hf_config(kind: str, tied: bool, **sizes):
     yarn |= dict(mscale=0.7, mscale_all_dim=0.9, beta_fast=4, beta_slow=1)
     experts = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, n_shared_experts=2)
     experts |= dict(routed_scaling_factor=1.7, first_k_dense_replace=1, num_nextn_predict_layers=1)
+    # Of the files on the hub, which vLLM reads and transformers does not.
+    experts |= dict(topk_method="noaux_tc", scoring_func="sigmoid")
     latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
     name, special = {
         "qwen2": ("Qwen2Config", plain),

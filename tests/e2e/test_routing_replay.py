@@ -11,13 +11,15 @@ import torch
 from torch import Tensor
 
 from rltool.megatron.routing_replay import ReplayedRouter
-from tests.e2e.megatron_models import EXPERTS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed
 from tests.e2e.test_parallelism import LENGTHS, OPTIONS, assert_same_gradients, own_micro_batches
 
 pytestmark = pytest.mark.e2e
 
-LAYERS, TOP_K, NUM_EXPERTS, NONE = 4, 2, 4, 255
+LAYERS, NONE = 4, 255
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
+"""Both ways to weight by softmax; sigmoid with bias, groups and scaling, behind a dense layer."""
 REPLAY = {**OPTIONS, "algorithm": {**OPTIONS["algorithm"], "routing_replay": True}}
 LAYOUTS = {
     "one rank": (1, {}),
@@ -45,15 +47,25 @@ def with_routing(batch, experts: Tensor):
     return batch.replace(routed_experts=routed)
 
 
-def random_experts(batch, seed=5) -> Tensor:
-    """Of each token two different experts in each layer, whatever a router would say."""
-    scores = torch.rand(len(batch.tokens), LAYERS, NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
-    return scores.topk(TOP_K).indices
+def sizes(model) -> tuple[int, int]:
+    """(experts of a layer, how many are chosen)."""
+    return model.config.num_local_experts, model.config.num_experts_per_tok
+
+
+def sparse_layers(model) -> list[int]:
+    return list(range(LAYERS - len(gates(model)), LAYERS))
+
+
+def random_experts(model, batch, seed=5) -> Tensor:
+    """Of each token different experts in each layer, whatever a router would say; also in layers without experts."""
+    experts, top_k = sizes(model)
+    scores = torch.rand(len(batch.tokens), LAYERS, experts, generator=torch.Generator().manual_seed(seed))
+    return scores.topk(top_k).indices
 
 
 def own_experts(path_model, batch) -> Tensor:
     """[T, layers, top_k]: what transformers' routers choose, most probable first."""
-    chosen: list[list[Tensor]] = [[] for _ in range(LAYERS)]
+    chosen: list[list[Tensor]] = [[] for _ in gates(path_model)]
     hooks = [
         gate.register_forward_hook(lambda _m, _i, output, at=at: chosen[at].append(output[2]))
         for at, gate in enumerate(gates(path_model))
@@ -63,7 +75,9 @@ def own_experts(path_model, batch) -> Tensor:
             path_model(tokens[None])
     for hook in hooks:
         hook.remove()
-    return torch.stack([torch.cat(of_layer) for of_layer in chosen], dim=1)
+    of_layers = [torch.cat(of_layer) for of_layer in chosen]
+    dense = [torch.zeros_like(of_layers[0])] * (LAYERS - len(of_layers))
+    return torch.stack([*dense, *of_layers], dim=1)
 
 
 def gates(model) -> list[torch.nn.Module]:
@@ -72,8 +86,9 @@ def gates(model) -> list[torch.nn.Module]:
 
 def forced_logprobs(model, batch, temperature: float) -> Tensor:
     """[T] by transformers, its routers made to choose batch.routed_experts and to weight them as the family does."""
-    routed = batch.routed_experts.view(len(batch.tokens), LAYERS, TOP_K).long()
+    routed = batch.routed_experts.view(len(batch.tokens), LAYERS, -1).long()
     normalized = getattr(model.config, "norm_topk_prob", True)
+    scaling = getattr(model.config, "routed_scaling_factor", None)
     found, offset = [], 0
     for tokens in batch.tokens.split(batch.lengths.tolist()):
         of_sample = routed[offset : offset + len(tokens)]
@@ -81,12 +96,14 @@ def forced_logprobs(model, batch, temperature: float) -> Tensor:
         def force(_module, _inputs, output, *, at, of_sample=of_sample):
             logits, _, own = output
             chosen = torch.where(of_sample[:, at] == NONE, own, of_sample[:, at])
-            weights = logits.float().softmax(-1).gather(1, chosen)
-            return logits, weights / weights.sum(-1, keepdim=True) if normalized else weights, chosen
+            scores = logits.float().softmax(-1) if scaling is None else logits.float().sigmoid()
+            weights = scores.gather(1, chosen)
+            weights = weights / weights.sum(-1, keepdim=True) if normalized else weights
+            return logits, weights * (scaling or 1.0), chosen
 
         hooks = [
             gate.register_forward_hook(lambda m, i, o, at=at, force=force: force(m, i, o, at=at))
-            for at, gate in enumerate(gates(model))
+            for at, gate in zip(sparse_layers(model), gates(model), strict=True)
         ]
         with torch.no_grad():
             found.append(hf_logprobs(model, tokens, temperature))
@@ -108,7 +125,8 @@ def case_replay(place, path, layout, batch):
 
     with closing(make_trainer(place, path, **REPLAY, **layout)) as trainer:
         micro_batches = own_micro_batches(batch, trainer.coordinates)
-        routers = {id(layer.mlp.router.router_replay): layer.layer_number - 1 for layer in trainer.gpt.decoder.layers}
+        sparse = [layer for layer in trainer.gpt.decoder.layers if hasattr(layer.mlp, "router")]
+        routers = {id(layer.mlp.router.router_replay): layer.layer_number - 1 for layer in sparse}
         with patch.object(ReplayedRouter, "get_replay_topk", recorded):
             logprobs = trainer.compute_logprobs(micro_batches)
             in_logprobs = {routers[router]: list(indices) for router, indices in chosen.items()}
@@ -117,7 +135,7 @@ def case_replay(place, path, layout, batch):
             in_training = {routers[router]: indices for router, indices in chosen.items()}
         with torch.no_grad():
             for parameter in trainer.gpt.parameters():
-                parameter.copy_(parameter.main_grad)
+                parameter.copy_(parameter.main_grad) if parameter.requires_grad else parameter.zero_()
         pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
         gradients = dict(pairs) if trainer.coordinates.rank == 0 else None
         return trainer.coordinates, logprobs, (metrics, gradients), (in_logprobs, in_training)
@@ -145,7 +163,7 @@ def case_without(place, path, batch):
         return trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
 
 
-@pytest.fixture(scope="module", params=EXPERTS)
+@pytest.fixture(scope="module", params=KINDS)
 def model(request, tmp_path_factory):
     kind = request.param
     return save_hf(tmp_path_factory.mktemp(kind), kind, tied=False), hf_model(kind, False)
@@ -158,7 +176,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def alone(ranks, model, batch):
-    routed = with_routing(batch, random_experts(batch))
+    routed = with_routing(batch, random_experts(model[1], batch))
     return routed, ranks.run(case_replay, 1, model[0], {}, routed)[0]
 
 
@@ -173,14 +191,14 @@ def test_routers_choose_what_was_recorded_and_log_probabilities_are_those_of_the
     ends = set(last_tokens(routed).tolist())
     wanted = {
         layer: sorted(tuple(sorted(row)) for at, row in enumerate(of_layer.tolist()) if at not in ends)
-        for layer, of_layer in enumerate(routed.routed_experts.view(-1, LAYERS, TOP_K).unbind(1))
+        for layer, of_layer in enumerate(routed.routed_experts.view(len(routed.tokens), LAYERS, -1).unbind(1))
     }
     for pass_, times in ((0, 1), (1, 2 if "full" in layout else 1)):
         found: dict[int, list] = {}
         for _, _, _, chosen in results:
             for layer, indices in chosen[pass_].items():
                 found.setdefault(layer, []).extend(tuple(sorted(row)) for part in indices for row in part.tolist())
-        assert set(found) == set(range(LAYERS))
+        assert sorted(found) == sparse_layers(reference)
         for layer, rows in found.items():
             left = list(rows)
             for row in wanted[layer] * times:
@@ -216,12 +234,13 @@ def test_a_models_own_routing_replayed_is_training_without_replay_bit_by_bit(ran
 
 
 def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else(ranks, model, alone):
-    path, _ = model
+    path, reference = model
+    experts, top_k = sizes(reference)
     routed, expected = alone
     start = int(routed.lengths[:1].sum())
     changed = routed.routed_experts.clone()
-    free = next(e for e in range(NUM_EXPERTS) if e not in changed[start + 3, 2:4].tolist())
-    changed[start + 3, 2] = free  # second sample, fourth token, second layer
+    free = next(e for e in range(experts) if e not in changed[start + 3, top_k : 2 * top_k].tolist())
+    changed[start + 3, top_k] = free  # second sample, fourth token, second layer
     found = ranks.run(case_replay, 1, path, {}, routed.replace(routed_experts=changed))[0]
     difference = (torch.cat(found[1]) - torch.cat(expected[1])).abs()
     # Micro-batches have every other sample.
@@ -233,19 +252,21 @@ def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else
     assert found[2][0]["train/loss"] != expected[2][0]["train/loss"]
 
 
-def test_routers_get_gradients_through_the_weights_of_replayed_experts(alone):
+def test_routers_get_gradients_through_the_weights_of_replayed_experts(model, alone):
     _, (_, _, (metrics, gradients), _) = alone
     gates = {name: gradient for name, gradient in gradients.items() if name.endswith("gate.weight")}
-    assert len(gates) == LAYERS and all(gradient.norm() > 1e-4 for gradient in gates.values())
-    assert 0.2 < metrics["train/routing_agreement"] < 0.8  # two of four experts by chance: one half
+    assert len(gates) == len(sparse_layers(model[1])) and all(gradient.norm() > 1e-4 for gradient in gates.values())
+    assert 0.2 < metrics["train/routing_agreement"] < 0.8  # half of the experts by chance: one half
 
 
 def test_the_share_of_agreeing_choices_is_counted(ranks, model, batch):
     path, reference = model
     own = own_experts(reference, batch)
-    half = torch.full_like(own, NONE)  # the first layer alone: behind it the states are not those of `own`
-    for token, row in enumerate(own[:, 0].tolist()):
-        half[token, 0] = torch.tensor([row[1], next(e for e in range(NUM_EXPERTS) if e not in row)])
+    (experts, top_k), first = sizes(reference), sparse_layers(reference)[0]
+    half = torch.full_like(own, NONE)  # one layer alone: behind it the states are not those of `own`
+    for token, row in enumerate(own[:, first].tolist()):
+        others = [e for e in range(experts) if e not in row]
+        half[token, first] = torch.tensor(row[top_k // 2 :] + others[: top_k // 2])
     routed = batch.replace(routed_experts=half.to(torch.uint8).flatten(1))
     _, metrics = ranks.run(case_without, 1, path, routed)[0]
     assert metrics["train/routing_agreement"] == 0.5

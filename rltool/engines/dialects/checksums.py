@@ -102,7 +102,13 @@ def parts_of_parameters(names: Sequence[str]) -> dict[str, list[str]]:
             continue
         fused, place = FUSED[found[1]]
         parts.setdefault(f"{name[: found.start()]}.{fused}.{found[2]}", {})[place] = name
-    return {parameter: [tensors[place] for place in sorted(tensors)] for parameter, tensors in parts.items()}
+    result: dict[str, list[str]] = {}
+    for parameter, tensors in parts.items():
+        if list(tensors) == [0]:  # latent attention's queries stand alone
+            result[tensors[0]] = [tensors[0]]
+        else:
+            result[parameter] = [tensors[place] for place in sorted(tensors)]
+    return result
 
 
 def _split(key: str) -> tuple[str, str]:

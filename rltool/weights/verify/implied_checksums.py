@@ -21,9 +21,15 @@ VOCABULARY_MULTIPLE = 64
 
 def _rules(plan: ExportPlan) -> dict[str, Parameter]:
     """Name -> the parameter by which tensor parallelism cuts the tensor, in the plan's order. Without experts, of which
-    engines stack those of a layer in ways of their own, and without quantised tensors and their scales, which they
-    arrange for their kernels."""
-    plain = (export for export in plan.exports if export.parameter.expert is None)
+    engines stack those of a layer in ways of their own, without quantised tensors and their scales, which they arrange
+    for their kernels, and without routers that have a bias in fp32, which some engines keep in fp32 themselves."""
+    biases = {export.parameter.layer for export in plan.exports if export.parameter.keeps_fp32}
+
+    def is_compared(parameter: Parameter) -> bool:
+        router = parameter.layer in biases and parameter.name.endswith(".router.weight")
+        return parameter.expert is None and not router
+
+    plain = (export for export in plan.exports if is_compared(export.parameter))
     return {
         meta.name: export.parameter
         for export in plain
@@ -56,7 +62,8 @@ def implied_checksums(
             continue
         held = waiting.setdefault(parameter, {})
         # A part outlives the stream's next step, which may overwrite what the tensor is a view of.
-        held[name] = tensor.detach().to(device=device, dtype=dtype, copy=len(parts[parameter]) > 1)
+        own = rules[name].dtype(dtype)
+        held[name] = tensor.detach().to(device=device, dtype=own, copy=len(parts[parameter]) > 1)
         if len(held) == len(parts[parameter]):
             del waiting[parameter]
             shards = (_shards(rules[part], held[part], ranks) for part in parts[parameter])
@@ -91,6 +98,8 @@ def _divides(rule: Parameter, ranks: int) -> bool:
     """Whether every rank gets as much of each tensor as the others."""
     if rule.shard_dim is None or rule.vocabulary:
         return True
+    if rule.parts:  # each part of the tensor is cut, not the tensor
+        return ranks == 1
     unit = rule.head_dim if rule.merge_as == "qkv" else 1
     counts = [(shape[rule.shard_dim] // unit, _distinct(rule, shape, ranks)) for _, shape in rule.hf]
     return all(whole % count == 0 and ranks % count == 0 for whole, count in counts)

@@ -22,16 +22,16 @@ ATTENTION, MLP = "model.layers.1.self_attn.", "model.layers.1.mlp."
 
 
 def digest(*parts: Tensor) -> str:
-    return hashlib.sha256(torch.cat(parts).contiguous().numpy().tobytes()).hexdigest()
+    return hashlib.sha256(torch.cat(parts).contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
 
 
-def implied(ranks: int, architecture: str = "Qwen2ForCausalLM", **config):
+def implied(ranks: int, architecture: str = "Qwen2ForCausalLM", dtype: str = "float32", **config):
     """(HF tensors, digests by parameter and rank) of a random model: 4 heads of 4, 2 of keys and values, vocabulary
     11."""
     family = family_for(hf_config(architecture, **config))
     state = random_hf_state(family)
-    plan = full_plan(family, torch.float32)
-    return state, implied_checksums(plan, state.items(), ParameterLayout("float32", ranks))
+    plan = full_plan(family, getattr(torch, dtype))
+    return state, implied_checksums(plan, state.items(), ParameterLayout(dtype, ranks))
 
 
 def test_each_rank_holds_its_rows_of_a_column_parallel_matrix_and_its_columns_of_a_row_parallel_one():
@@ -75,6 +75,17 @@ def test_experts_are_passed_over_and_their_router_is_not():
     _, found = implied(2, "Qwen3MoeForCausalLM", head_dim=4, **experts)
     assert f"{MLP}gate.weight" in found and not any("expert" in name for name in found)
     assert len(set(found[f"{ATTENTION}q_norm.weight"])) == 1
+
+
+def test_a_routers_bias_keeps_fp32_and_latent_queries_stand_alone():
+    experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, first_k_dense_replace=1)
+    sizes = dict(q_lora_rank=None, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=4)
+    state, found = implied(1, "DeepseekV3ForCausalLM", "bfloat16", **experts, **sizes, moe_intermediate_size=8)
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert found[bias] == (digest(state[bias]),)
+    assert "model.layers.1.mlp.gate.weight" not in found
+    query = "model.layers.0.self_attn.q_proj.weight"
+    assert found[query] == (digest(state[query].bfloat16()),)
 
 
 def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
