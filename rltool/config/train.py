@@ -82,6 +82,9 @@ class TrainerConfig(Config):
     """How the experts of a mixture run: those of a layer at once by grouped matrix products, or one after the other.
     auto: grouped on CUDA in bf16, where torch has a kernel for the GPU that gives the results of single products on a
     small batch."""
+    router_bias_update_rate: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """By how much each optimizer step moves the correction bias of an expert (DeepSeek-V3, GLM-4.5) up or down, to give
+    all of a layer as many tokens. 0 leaves the biases as they are; DeepSeek-V3 was pretrained with 0.001."""
     compile: bool = True
     """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C
     compiler)."""

@@ -36,6 +36,7 @@ from rltool.megatron.patches import (
     rotate_in_one_kernel,
     route_without_transformer_engine,
 )
+from rltool.megatron.router_bias import bias_as_parameter
 from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
 from rltool.models.base import Family, padded_vocabulary
 from rltool.models.layout import check_layout
@@ -139,8 +140,8 @@ def build_model(
             layer.mlp.__class__ = GatedMLP
             cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
         if config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
-            _freeze_bias(cast(Any, layer.mlp).router)
-    # Read by Megatron at the end of a step, to move the biases.
+            bias_as_parameter(cast(Any, layer.mlp).router, counts=trainer.router_bias_update_rate > 0)
+    # With it Megatron would move them itself: see `RouterBiases`.
     config.moe_router_enable_expert_bias = False
     _mark_sharded(model, family)
     model.to(device)
@@ -157,16 +158,6 @@ def rotary_positions(family: Family, device: torch.device) -> RotaryPositions | 
     if rotary.sliding is None:
         return RotaryPositions(rotary, device)
     return TwoRotaryPositions(rotary, rotary.sliding, device)
-
-
-def _freeze_bias(router: Any) -> None:
-    """Makes the correction bias of a router, a buffer of Megatron's that its own training moves, a parameter that is
-    not trained: so that it is loaded, saved, exported and sent as the others are. It stays fp32."""
-    bias = router.expert_bias
-    del router.expert_bias
-    router.expert_bias = torch.nn.Parameter(torch.zeros_like(bias), requires_grad=False)
-    # Else it would count the tokens of each expert.
-    router.enable_expert_bias = False
 
 
 def _mark_sharded(model: GPTModel, family: Family) -> None:

@@ -34,6 +34,7 @@ from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import forward, global_names
 from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
+from rltool.megatron.router_bias import RouterBiases
 from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
 from rltool.models.base import Family
 
@@ -72,6 +73,7 @@ class TrainedModel(ABC):
         with self.runtime.mode():
             self.gpt = self.build()
             self._build_optimizer(total_optimizer_steps)
+        self._biases = RouterBiases(self.gpt, self.config.router_bias_update_rate)
         self._offloader = Offloader(lambda: tensors_of(self.ddp, self.optimizer), self.runtime.device)
 
     @abstractmethod
@@ -257,6 +259,7 @@ class TrainedModel(ABC):
         """Forgets the gradients at hand, as if they had not been computed."""
         self.ddp.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._biases.forget()
 
     def _step(self, loss: float) -> tuple[dict[str, float], bool]:
         """One optimizer step with the gradients at hand: (lr and grad_norm, whether it was made), equal on all ranks.
@@ -271,6 +274,7 @@ class TrainedModel(ABC):
         if not skip:
             self.optimizer.step()
             self.schedule.step(1)
+            self._biases.move()
         return metrics, not skip
 
     # -- state

@@ -154,6 +154,12 @@ def predicting_layers(config: dict[str, Any]) -> tuple[str, ...]:
     return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
 
 
+def check_router_bias(family: Family) -> None:
+    """UsageError where no router has a correction bias."""
+    if not family.transformer.get("moe_router_enable_expert_bias"):
+        raise UsageError("trainer.router_bias_update_rate is set, but this model's routers have no bias; leave it out")
+
+
 def check_grouped_products(family: Family, *, tensor_parallel: int, dtype: str) -> None:
     """UsageError where torch's grouped products cannot take this model's experts: they want rows of whole 16 bytes."""
     if not family.num_experts:

@@ -56,6 +56,20 @@ def case_reload(place, path, checkpoint, layout, save):
         return {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
 
 
+def case_biases(place, path, batch, layout, dtype, rate):
+    """Correction biases after a step, as they are exported."""
+    options = {"algorithm": {"loss": "sft"}, "dtype": dtype, "trainer": {"router_bias_update_rate": rate}}
+    with closing(make_trainer(place, path, **layout, **options)) as trainer:
+        at = trainer.coordinates
+        own = batch.select(list(range(batch.num_samples))[at.dp_rank :: at.layout.dp])
+        trainer.forward_backward([own], global_loss_tokens=batch.num_loss_tokens)
+        trainer.discard_gradients()
+        trainer.train_step([own], global_loss_tokens=batch.num_loss_tokens)
+        exported = {meta: t.clone() for meta, t in trainer.export_weights(everywhere=True) if "_bias" in meta.name}
+        assert all(meta.dtype == "float32" for meta in exported)
+        return {meta.name: tensor for meta, tensor in exported.items()}
+
+
 def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
     """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
     tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
@@ -117,6 +131,28 @@ def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family,
                 continue
             found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
+
+
+@pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"ep": 2}], ids=str)
+def test_a_correction_bias_keeps_its_bits_in_bf16_and_moves_by_the_rate_when_told_to(ranks, tmp_path, layout):
+    path, model = save_hf(tmp_path, "deepseek_v3", tied=False), hf_model("deepseek_v3", tied=False)
+    batch, original = policy_batch(LENGTHS), on_disk(path)
+    for found in ranks.run(case_biases, 2 if layout else 1, path, batch, layout, "bfloat16", 0.0):
+        assert len(found) == 3 and all(torch.equal(tensor, original[name]) for name, tensor in found.items())
+
+    tokens = {}
+    for name, module in model.named_modules():
+        if name.endswith("mlp.gate"):
+            count = torch.zeros(model.config.n_routed_experts)
+            tokens[f"{name}.e_score_correction_bias"] = count
+            module.register_forward_hook(lambda _m, _i, out, count=count: count.add_(out[2].flatten().bincount()))
+    with torch.no_grad():
+        for sample in batch.tokens.split(batch.lengths.tolist()):
+            model(sample[None])
+    for found in ranks.run(case_biases, 2 if layout else 1, path, batch, layout, "float32", 0.01):
+        for name, count in tokens.items():
+            moved = original[name] + 0.01 * torch.sign(count.mean() - count)
+            torch.testing.assert_close(found[name], moved, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

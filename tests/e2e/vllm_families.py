@@ -54,12 +54,17 @@ Tensors = dict[str, torch.Tensor]
 
 
 TIED = ("qwen2", "gemma3")
+LATENT = {
+    kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    for kind in ("deepseek_v3", "glm4_moe_lite")
+}
+"""The sizes that vLLM's attention for them is compiled for."""
 HEAD_TWICE = "qwen2"
 """Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
 
 
 def model_of(kind: str, seed: int):
-    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN)
+    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, **LATENT.get(kind, {}))
 
 
 def convert(kind: str, work: Path) -> Path:

@@ -21,7 +21,7 @@ from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
 from rltool.models.base import Family
-from rltool.models.experts import check_grouped_products
+from rltool.models.experts import check_grouped_products, check_router_bias
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
@@ -107,6 +107,8 @@ def check_model(config: TrainConfig) -> None:
         routing_of(family)
     if trainer.expert_products == "grouped":
         check_grouped_products(family, tensor_parallel=trainer.tensor_parallel, dtype=config.model.dtype)
+    if trainer.router_bias_update_rate:
+        check_router_bias(family)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
