@@ -26,7 +26,8 @@ class RouterBiases:
     """Those of this rank that move: by `rate` after each step, up where an expert had fewer tokens than the average
     expert of its layer, else down (Wang et al. 2024, arXiv 2408.15664, algorithm 1).
 
-    Not by Megatron, which moves them at the end of each backward pass, also where the step is then skipped.
+    Not by Megatron, which moves them at the end of each backward pass, also where the step is then skipped. The padding
+    of context and sequence parallelism counts as tokens.
     """
 
     def __init__(self, model: GPTModel, rate: float) -> None:

@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
@@ -16,6 +17,7 @@ from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,
     KINDS,
+    VOCAB,
     hf_config,
     hf_logprobs,
     hf_model,
@@ -133,6 +135,25 @@ def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family,
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_models_cost_is_what_torch_counts(tmp_path, kind):
+    model, tokens = hf_model(kind, tied=False), torch.arange(13)[None]
+    hf_config(kind, tied=False).save_pretrained(tmp_path)
+    family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
+    # Torch counts plain products alone.
+    model.set_attn_implementation("eager")
+    if kind in EXPERTS:
+        model.set_experts_implementation("eager")
+    with torch.no_grad(), FlopCounterMode(display=False) as counted:
+        model(tokens)
+    cost, n = family.cost(), tokens.numel()
+    # Of the parameters those that are no product: the embedding, norms and biases.
+    sizes = [shape for parameter in family.parameters if not parameter.keeps_fp32 for _, shape in parameter.hf]
+    others = sum(torch.Size(shape).numel() for shape in sizes if len(shape) == 1) + VOCAB * 64
+    # Torch counts attention without its causal mask.
+    assert counted.get_total_flops() == 2 * n * (cost.parameters - others) + 4 * cost.attention_width * n * n
+
+
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"ep": 2}], ids=str)
 def test_a_correction_bias_keeps_its_bits_in_bf16_and_moves_by_the_rate_when_told_to(ranks, tmp_path, layout):
     path, model = save_hf(tmp_path, "deepseek_v3", tied=False), hf_model("deepseek_v3", tied=False)
@@ -145,7 +166,9 @@ def test_a_correction_bias_keeps_its_bits_in_bf16_and_moves_by_the_rate_when_tol
         if name.endswith("mlp.gate"):
             count = torch.zeros(model.config.n_routed_experts)
             tokens[f"{name}.e_score_correction_bias"] = count
-            module.register_forward_hook(lambda _m, _i, out, count=count: count.add_(out[2].flatten().bincount()))
+            module.register_forward_hook(
+                lambda _m, _i, output, count=count: count.add_(output[2].flatten().bincount(minlength=len(count)))
+            )
     with torch.no_grad():
         for sample in batch.tokens.split(batch.lengths.tolist()):
             model(sample[None])
