@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from torch import Tensor
 
 from rltool.megatron.attention import Backend, kernel_for
@@ -56,6 +57,10 @@ class GatedMLP(MLP):
         output, output_bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gated))
         checkpoint.discard_output_and_register_recompute(output)
         return output, output_bias
+
+
+class GatedSharedExpert(SharedExpertMLP, GatedMLP):
+    """Megatron's expert that every token meets, with `GatedMLP` as its MLP."""
 
 
 class RotaryPositions(torch.nn.Module):

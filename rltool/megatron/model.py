@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -27,7 +28,7 @@ from rltool.megatron.family_layers import (
     TwoRopeSelfAttention,
     TwoRotaryPositions,
 )
-from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
+from rltool.megatron.layers import GatedMLP, GatedSharedExpert, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
     dispatch_without_atomics,
@@ -136,9 +137,11 @@ def build_model(
     whole = config.recompute_num_layers or 0
     for index, layer in enumerate(model.decoder.layers):
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
-        if type(layer.mlp) is MLP and config.gated_linear_unit and config.activation_func is F.silu:
-            layer.mlp.__class__ = GatedMLP
-            cast(GatedMLP, layer.mlp).recompute_gated = trainer.recompute != "none" and index >= whole
+        for mlp in (layer.mlp, getattr(layer.mlp, "shared_experts", None)):
+            gated = {MLP: GatedMLP, SharedExpertMLP: GatedSharedExpert}.get(type(mlp))
+            if gated is not None and config.gated_linear_unit and config.activation_func is F.silu:
+                mlp.__class__ = gated
+                cast(GatedMLP, mlp).recompute_gated = trainer.recompute != "none" and index >= whole
         if config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
             bias_as_parameter(cast(Any, layer.mlp).router, counts=trainer.router_bias_update_rate > 0)
     # With it Megatron would move them itself: see `RouterBiases`.

@@ -21,9 +21,11 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
         ("num_attention_heads", "tensor_parallel", layout.tp),
         ("num_query_groups", "tensor_parallel", layout.tp),
         ("ffn_hidden_size", "tensor_parallel", layout.tp),
+        ("moe_ffn_hidden_size", "tensor_parallel", layout.tp),
+        ("moe_shared_expert_intermediate_size", "tensor_parallel", layout.tp),
         ("num_layers", "pipeline_parallel", layout.pp),
     ):
-        if family.transformer[what] % size:
+        if (family.transformer.get(what) or 0) % size:
             raise UsageError(
                 f"trainer.{flag} = {size} does not divide the model's {what} = {family.transformer[what]}; "
                 f"choose a divisor of {family.transformer[what]}"

@@ -66,8 +66,15 @@ def random_experts(model, batch, seed=5) -> Tensor:
 def own_experts(path_model, batch) -> Tensor:
     """[T, layers, top_k]: what transformers' routers choose, most probable first."""
     chosen: list[list[Tensor]] = [[] for _ in gates(path_model)]
+
+    def in_order(gate, output) -> Tensor:
+        bias = getattr(gate, "e_score_correction_bias", None)
+        if bias is None:
+            return output[2]
+        return output[2].gather(1, (output[0].sigmoid() + bias).gather(1, output[2]).argsort(1, descending=True))
+
     hooks = [
-        gate.register_forward_hook(lambda _m, _i, output, at=at: chosen[at].append(output[2]))
+        gate.register_forward_hook(lambda gate, _i, output, at=at: chosen[at].append(in_order(gate, output)))
         for at, gate in enumerate(gates(path_model))
     ]
     with torch.no_grad():
@@ -135,8 +142,13 @@ def case_replay(place, path, layout, batch):
             in_training = {routers[router]: indices for router, indices in chosen.items()}
         with torch.no_grad():
             for parameter in trainer.gpt.parameters():
-                parameter.copy_(parameter.main_grad) if parameter.requires_grad else parameter.zero_()
-        pairs = [(meta.name, tensor if tensor is None else tensor.clone()) for meta, tensor in trainer.export_weights()]
+                if parameter.requires_grad:
+                    parameter.copy_(parameter.main_grad)
+        pairs = [
+            (meta.name, tensor if tensor is None else tensor.clone())
+            for meta, tensor in trainer.export_weights()
+            if "correction_bias" not in meta.name  # which has no gradient
+        ]
         gradients = dict(pairs) if trainer.coordinates.rank == 0 else None
         return trainer.coordinates, logprobs, (metrics, gradients), (in_logprobs, in_training)
 
