@@ -222,6 +222,8 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
                 return [*self.pause("abort"), HttpRequest("POST", "/release_kv_cache_memory")]
             case ["weights"]:
                 raise UsageError("vLLM frees its weights only together with its KV cache: name both tags")
+            case _:
+                pass
         return [HttpRequest("POST", "/sleep", query={"level": str(level), "mode": "abort"})]
 
     def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
