@@ -59,7 +59,7 @@ class GatedMLP(MLP):
         return output, output_bias
 
 
-class GatedSharedExpert(SharedExpertMLP, GatedMLP):
+class GatedSharedExpert(SharedExpertMLP, GatedMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Megatron's expert that every token meets, with `GatedMLP` as its MLP."""
 
 

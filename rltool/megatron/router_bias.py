@@ -31,7 +31,7 @@ class RouterBiases:
     """
 
     def __init__(self, model: GPTModel, rate: float) -> None:
-        routers = [getattr(layer.mlp, "router", None) for layer in cast(Any, model.decoder.layers)]
+        routers: list[Any] = [getattr(layer.mlp, "router", None) for layer in cast(Any, model.decoder.layers)]
         self._routers = [router for router in routers if rate and getattr(router, "enable_expert_bias", False)]
         self._rate = rate
 

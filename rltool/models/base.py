@@ -51,8 +51,10 @@ class Interleaved(NamedTuple):
 
     def _turned(self, rows: Tensor, pairs: tuple[int, int]) -> Tensor:
         result = rows.clone()
-        of, to = (x.unflatten(0, (-1, self.period))[:, self.start : self.start + self.size] for x in (rows, result))
-        to.copy_(of.unflatten(1, pairs).transpose(1, 2).flatten(1, 2))
+        heads = (-1, self.period, *rows.shape[1:])
+        here = slice(self.start, self.start + self.size)
+        paired = rows.reshape(heads)[:, here].reshape(-1, *pairs, *rows.shape[1:])
+        result.view(heads)[:, here] = paired.transpose(1, 2).reshape(-1, self.size, *rows.shape[1:])
         return result
 
 
@@ -110,7 +112,7 @@ class Parameter:
         """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
         for (name, shape), tensor in zip(self.hf, tensors, strict=True):
             check_shape(name, tuple(tensor.shape), shape)
-        parts = list(tensors[0].split(self.parts)) if self.parts and self.merge_as == "qkv" else tensors
+        parts = list(torch.split(tensors[0], list(self.parts))) if self.parts and self.merge_as == "qkv" else tensors
         if self.interleaved:
             parts = [x if i is None else i.halves(x) for x, i in zip(parts, self.interleaved, strict=True)]
         if self.merge_as != "qkv":
@@ -125,7 +127,7 @@ class Parameter:
         if self.merge_as == "qkv":
             grouped = tensor.reshape(self.query_groups, -1, *tensor.shape[1:])
             sizes = [rows // self.query_groups for rows in self.parts or (shape[0] for _, shape in self.hf)]
-            parts = [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
+            parts = [part.reshape(-1, *tensor.shape[1:]) for part in torch.split(grouped, sizes, dim=1)]
         if self.interleaved:
             parts = [x if i is None else i.neighbours(x) for x, i in zip(parts, self.interleaved, strict=True)]
         return parts if len(parts) == len(self.hf) else [torch.cat(parts)]

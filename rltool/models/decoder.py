@@ -4,7 +4,7 @@ A family says where it differs."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch.nn.functional as F
@@ -105,34 +105,32 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     parameters.sort(key=lambda parameter: not parameter.keeps_fp32)
     before, after = BEFORE_ATTENTION in variant.norms, AFTER_ATTENTION in variant.norms
 
-    return Family(
-        **{
-            "architecture": config["architectures"][0],
-            "transformer": dict(
-                num_layers=layers,
-                hidden_size=hidden,
-                num_attention_heads=heads,
-                layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
-                normalization="RMSNorm",
-                gated_linear_unit=True,
-                activation_func=variant.activation,
-                add_bias_linear=False,
-                add_qkv_bias=variant.qkv_bias,
-                qk_layernorm=variant.qk_norm,
-                **attention.transformer,
-                **feed_forward.transformer,
-                **variant.transformer,
-            ),
-            "vocab_size": vocab,
-            "max_position_embeddings": config.get("max_position_embeddings") or 2048,
-            "tied_embeddings": tied,
-            "rotary": rotary(_rotary_size(config, variant, attention.transformer["kv_channels"]), config),
-            "parameters": tuple(parameters),
-            "attention": variant.attention,
-            "norms": ("sandwich" if after else "pre") if before else "post",
-            **variant.extra,
-        }
+    family = Family(
+        architecture=config["architectures"][0],
+        transformer=dict(
+            num_layers=layers,
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            layernorm_epsilon=config.get("rms_norm_eps", 1e-6),
+            normalization="RMSNorm",
+            gated_linear_unit=True,
+            activation_func=variant.activation,
+            add_bias_linear=False,
+            add_qkv_bias=variant.qkv_bias,
+            qk_layernorm=variant.qk_norm,
+            **attention.transformer,
+            **feed_forward.transformer,
+            **variant.transformer,
+        ),
+        vocab_size=vocab,
+        max_position_embeddings=config.get("max_position_embeddings") or 2048,
+        tied_embeddings=tied,
+        rotary=rotary(_rotary_size(config, variant, attention.transformer["kv_channels"]), config),
+        parameters=tuple(parameters),
+        attention=variant.attention,
+        norms=("sandwich" if after else "pre") if before else "post",
     )
+    return replace(family, **variant.extra)
 
 
 def _rotary_size(config: dict[str, Any], variant: Variant, head_dim: int) -> int:
