@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import ray
 
-from rltool.algorithms.batch import TrainBatch, Weights
+from rltool.algorithms.batch import TrainBatch, Weights, Wide, fetched
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
@@ -114,22 +114,28 @@ class TrainerActor:
             self._load_teacher()
         return load_checkpoint(self.trainer, directory, critic=self.critic)
 
-    # -- training
+    # -- training: micro-batches come with references to their wide fields, which are read here
 
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
-        return self.trainer.compute_logprobs(micro_batches, weights=weights)
+        return self.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> Any:
-        return self.trainer.compute_logprobs_and_entropies(micro_batches)
+        return self.trainer.compute_logprobs_and_entropies(fetched(micro_batches, ray.get))
 
-    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> Any:
-        return self.trainer.compute_teacher_topk(micro_batches)
+    def compute_teacher_fields(self, micro_batches: list[TrainBatch]) -> list[Wide] | None:
+        """Of each micro-batch; the values stay in the object store, for the ranks."""
+        found = self.trainer.compute_teacher_topk(fetched(micro_batches, ray.get))
+        if found is None:
+            return None
+        return [Wide.cut(values, batch.lengths, ray.put) for values, batch in zip(found, micro_batches, strict=True)]
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        return self.trainer.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
     def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool) -> Any:
-        return self.trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
+        return self.trainer.forward_backward(
+            fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens, on_policy=on_policy
+        )
 
     def optimizer_step(self) -> dict[str, float]:
         return self.trainer.optimizer_step()
@@ -141,10 +147,10 @@ class TrainerActor:
         self.trainer.update_reference()
 
     def compute_values(self, micro_batches: list[TrainBatch]) -> Any:
-        return self.critic.compute_values(micro_batches)
+        return self.critic.compute_values(fetched(micro_batches, ray.get))
 
     def critic_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self.critic.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        return self.critic.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
     def parameter_hash(self) -> str:
         """Of the policy; with a critic, of both."""
