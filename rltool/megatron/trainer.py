@@ -199,7 +199,7 @@ class MegatronTrainer(TrainedModel):
     @in_megatron
     @torch.no_grad()
     def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[dict[str, Tensor]] | None:
-        """Per micro-batch, as a batch's fields, the teacher's algorithm.distill_top_k most probable tokens at each token
+        """Per micro-batch, as fields of it, the teacher's algorithm.distill_top_k most probable tokens at each token
         with a loss, at `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> TopK:
