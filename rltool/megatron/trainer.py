@@ -198,9 +198,9 @@ class MegatronTrainer(TrainedModel):
 
     @in_megatron
     @torch.no_grad()
-    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[TopK] | None:
-        """Per micro-batch the teacher's algorithm.distill_top_k most probable tokens at each token with a loss, at
-        `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
+    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[dict[str, Tensor]] | None:
+        """Per micro-batch, as fields of it, the teacher's algorithm.distill_top_k most probable tokens at each token
+        with a loss, at `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> TopK:
             states = self._states(micro, hidden, gradient_in_parts=True)
@@ -209,7 +209,9 @@ class MegatronTrainer(TrainedModel):
 
         with self._with_weights("teacher"):
             rows = self._run(self._prepare(micro_batches, loss.loss_rows), result, forward_only=True)
-        return [TopK(ids.cpu(), values.cpu()) for ids, values in rows] if self.coordinates.returns_logprobs else None
+        if not self.coordinates.returns_logprobs:
+            return None
+        return [{"teacher_topk_ids": ids.cpu(), "teacher_topk_logprobs": values.cpu()} for ids, values in rows]
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy of micro.rows, over the tokens that were left to choose from."""

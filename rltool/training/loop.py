@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -213,7 +213,8 @@ class Loop:
         """The next batch, and all optimizer steps on it; on return the step counts. Adds to `metrics`."""
         algorithm = self.config.algorithm
         with timed(metrics, "time/wait_seconds"):
-            self.sourced = sourced = self.source.next_batch(step)
+            sourced = self.source.next_batch(step)
+        self.sourced = replace(sourced, batch=sourced.batch.here())  # kept until the next batch is there
         check_has_routing(self.config, sourced.batch)
         metrics.update(sourced.metrics)
         with self._keeping_samples(step, sourced):
@@ -311,7 +312,7 @@ class Loop:
                 batch = batch.replace(old_entropies=entropies)
             else:
                 scored = self.trainer.logprobs(batch)
-            self.scored = Scored(scored, batch, range(batch.num_samples))
+            self.scored = Scored(scored, batch.here(), range(batch.num_samples))
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
@@ -324,10 +325,7 @@ class Loop:
             return batch
         if algorithm.uses_teacher_logprobs:
             batch = batch.replace(teacher_logprobs=self.trainer.logprobs(batch, weights="teacher"))
-        if algorithm.uses_teacher_topk:
-            ids, logprobs = self.trainer.teacher_topk(batch)
-            batch = batch.replace(teacher_topk_ids=ids, teacher_topk_logprobs=logprobs)
-        return batch
+        return self.trainer.with_teacher_fields(batch) if algorithm.uses_teacher_topk else batch
 
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""
@@ -343,7 +341,7 @@ class Loop:
         the check.
         """
         logprobs, found = self.trainer.forward_backward(batch, on_policy=batch.old_logprobs is None)
-        self.scored = Scored(logprobs, batch, samples)
+        self.scored = Scored(logprobs, batch.here(), samples)
         try:
             compared = self._check_logprobs(logprobs, batch)
         except TrainingStopped:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rltool.algorithms.batch import Put
 from rltool.checkpoints.directory import latest_checkpoint, step_of
 from rltool.config.loader import Loaded
 from rltool.config.serve import POLICY
@@ -66,11 +67,11 @@ class Replay:
     steps: tuple[int, ...] | None = None
     share: float = 1.0
 
-    def source(self, config: TrainConfig) -> BatchSource:
-        """Raises UsageError when there is nothing to replay."""
+    def source(self, config: TrainConfig, put: Put | None = None) -> BatchSource:
+        """Raises UsageError when there is nothing to replay. put: as of samples_to_batch."""
         if self.recorded is None:
             return FakeRollouts(config, self.record)
-        return RecordedRollouts(config, self.recorded, steps=self.steps, share=self.share)
+        return RecordedRollouts(config, self.recorded, steps=self.steps, share=self.share, put=put)
 
 
 @dataclass(frozen=True)

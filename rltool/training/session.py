@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 import rltool
@@ -348,7 +349,7 @@ def _evaluation_engines(prepared: Prepared) -> Engines | None:
 def _source(prepared: Prepared, engines: Rollouts | None) -> BatchSource:
     config = prepared.config
     if prepared.replay is not None:
-        return prepared.replay.source(config)
+        return prepared.replay.source(config, ray.put)
     if config.algorithm.loss == "sft":
         return SupervisedData(config)
     assert engines is not None

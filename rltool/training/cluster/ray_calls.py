@@ -16,6 +16,7 @@ from ray.exceptions import (
     GetTimeoutError,
     LocalRayletDiedError,
     NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -177,6 +178,11 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
     for name, error in failures.items():
         if isinstance(_raised(error), torch.OutOfMemoryError):
             return _out_of_memory(name, error)
+        if isinstance(_raised(error), ObjectLostError):
+            return PartLost(
+                f"{name} was to read what another process of the run held, the rollout manager or a rank, and that one "
+                "died. Its log tells more (`rltool logs`); go on with `rltool train --resume`"
+            )
         if not is_of_a_peer(error):
             return unwrapped(error)
     name, error = next(iter(failures.items()))

@@ -66,8 +66,9 @@ class RolloutActor:
         return summary
 
     async def next_batch(self, step: int) -> Rollout:
+        """Wide fields stay in the object store, for the ranks: the driver gets references."""
         with failing_in_order():
-            return await self._service.next_batch(step)
+            return await self._service.next_batch(step, put=ray.put)
 
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)

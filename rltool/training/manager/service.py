@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.agents.gateway_process import GatewayPlace
+from rltool.algorithms.batch import Put
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
@@ -259,18 +260,18 @@ class RolloutService:
 
     # -- the driver's calls
 
-    async def next_batch(self, step: int) -> Rollout:
+    async def next_batch(self, step: int, put: Put | None = None) -> Rollout:
         """The batch of training step `step`, all of it within the staleness bound. A long poll.
 
         While it waits the ranks are idle, so engines that are STALE are synced meanwhile, at the present version; it
-        returns only when no such sync runs.
+        returns only when no such sync runs. put: takes the values of wide fields; None: they are in the batch.
         """
         self._step = step
         if self._syncing is None:
             self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
         async with self._weights.stale_engines_meanwhile() if self._weights else nullcontext():
             collected = await self._ownership.unless_taken(self.collector.next(step))
-        return await self._to_rollout(collected, step)
+        return await self._to_rollout(collected, step, put)
 
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
@@ -397,13 +398,13 @@ class RolloutService:
         hook, judge = self._batch_hook, self._judge
         return None if hook is None else lambda samples: changed_batch(hook, samples, judge, step)
 
-    async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
+    async def _to_rollout(self, collected: Collected, step: int, put: Put | None) -> Rollout:
         serving, stats = self.fleet.members(State.READY), self._scorer.take_stats()
         gpus = sum(engine.info.world_size for engine in serving)
         rollout, rates = await asyncio.gather(
             to_rollout(
                 self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,
-                change=self._change(step),
+                change=self._change(step), put=put,
             ),
             self._rates.since_last(serving),
         )

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import TrainConfig
 from rltool.models.registry import family_for, read_hf_config
@@ -45,6 +46,21 @@ class Shards:
                     out[starts[i] : starts[i] + size] = values[at : at + size]
                     at += size
         return out
+
+    def wide_in_order(self, coordinates: Sequence[Any], results: Sequence[list[Wide] | None]) -> Wide:
+        """Of the global batch, likewise, from each rank's of its micro-batches. What was put stays where it is."""
+        names: tuple[str, ...] = ()
+        blocks: list[Any] = []
+        places = torch.zeros(self.batch.num_samples, 2, dtype=torch.int64)
+        for place, result in zip(coordinates, results, strict=True):
+            if result is None:
+                continue
+            for samples, wide in zip(self.plan[place.dp_rank], result, strict=True):
+                if samples:
+                    names = wide.names
+                    places[samples] = wide.places + torch.tensor([len(blocks), 0])
+                    blocks += wide.blocks
+        return Wide(names, tuple(blocks), places)
 
 
 class Sharder:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch, Weights
+from rltool.algorithms.batch import TrainBatch, Weights, Wide, fetched
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rltool.megatron.critic import Critic
     from rltool.megatron.profiling import Recorder
     from rltool.megatron.runtime import Coordinates
-    from rltool.megatron.topk_head import TopK
     from rltool.megatron.trained import TrainedModel
     from rltool.megatron.trainer import MegatronTrainer
 
@@ -139,25 +138,30 @@ class TrainerActor:
             self._load_teacher()
         return load_checkpoint(self._here.trainer, directory, critic=self._here.critic)
 
-    # -- training
+    # -- training: micro-batches come with references to their wide fields, which are read here
 
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
-        return self._here.trainer.compute_logprobs(micro_batches, weights=weights)
+        return self._here.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
-        return self._here.trainer.compute_logprobs_and_entropies(micro_batches)
+        return self._here.trainer.compute_logprobs_and_entropies(fetched(micro_batches, ray.get))
 
-    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[TopK] | None:
-        return self._here.trainer.compute_teacher_topk(micro_batches)
+    def compute_teacher_fields(self, micro_batches: list[TrainBatch]) -> list[Wide] | None:
+        """Of each micro-batch; the values stay in the object store, for the ranks."""
+        found = self._here.trainer.compute_teacher_topk(fetched(micro_batches, ray.get))
+        if found is None:
+            return None
+        return [Wide.cut(values, batch.lengths, ray.put) for values, batch in zip(found, micro_batches, strict=True)]
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self._here.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        batches = fetched(micro_batches, ray.get)
+        return self._here.trainer.train_step(batches, global_loss_tokens=global_loss_tokens)
 
     def forward_backward(
         self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool
     ) -> tuple[list[Tensor] | None, dict[str, float]]:
-        trainer = self._here.trainer
-        return trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
+        trainer, batches = self._here.trainer, fetched(micro_batches, ray.get)
+        return trainer.forward_backward(batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
 
     def optimizer_step(self) -> dict[str, float]:
         return self._here.trainer.optimizer_step()
@@ -169,10 +173,10 @@ class TrainerActor:
         self._here.trainer.update_reference()
 
     def compute_values(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
-        return self._critic.compute_values(micro_batches)
+        return self._critic.compute_values(fetched(micro_batches, ray.get))
 
     def critic_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self._critic.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        return self._critic.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
     def parameter_hash(self) -> str:
         """Of the policy; with a critic, of both."""

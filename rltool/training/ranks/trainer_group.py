@@ -86,12 +86,15 @@ class TrainerGroup:
 
     def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """`logprobs` of the policy, and the entropy of its distribution at every token, in nats: [T] float32 each."""
-        return self._pairs(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
+        return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
 
-    def teacher_topk(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """The teacher's algorithm.distill_top_k most probable tokens at each token with a loss: ids [T, K] int32 and
-        log-probabilities [T, K] float32, 0 elsewhere."""
-        return self._pairs(batch, lambda rank, part: rank.compute_teacher_topk.remote(part))
+    def with_teacher_fields(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with what the loss needs of the teacher's distribution: algorithm.distill_top_k tokens and their
+        log-probabilities at each token with a loss, by reference."""
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_teacher_fields.remote(part))
+        return batch.replace(wide=(*batch.wide, shards.wide_in_order(self.coordinates, results)))
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on
@@ -151,14 +154,6 @@ class TrainerGroup:
         shards, references = self._shard(batch)
         pairs = zip(self.ranks, self.coordinates, strict=True)
         return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
-
-    def _pairs(
-        self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]
-    ) -> tuple[Tensor, Tensor]:
-        """Of ranks that give two values a token for each micro-batch."""
-        shards, results = self._on_shards(batch, call)
-        first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
-        return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
 
     # -- saving
 

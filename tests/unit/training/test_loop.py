@@ -7,11 +7,12 @@ import json
 import math
 import shutil
 import signal
+import weakref
 
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
@@ -748,6 +749,35 @@ def test_a_run_whose_directory_is_removed_says_so_at_once_and_at_its_end_and_kee
 
 
 # -- samples that are kept
+
+
+class Reference:
+    """To a block of samples."""
+
+
+def test_references_to_wide_fields_are_dropped_before_the_weights_are_synced(tmp_path):
+    class WideWorld(World):
+        held: tuple[weakref.ref[Reference], ...] = ()
+
+        def next_batch(self, step):
+            blocks = Reference(), Reference()
+            self.held = tuple(map(weakref.ref, blocks))
+            wide = Wide(("teacher_topk_ids",), blocks, torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]]))
+            return SourcedBatch(make_batch(version=step).replace(wide=(wide,)), kept={0: kept_record(0)})
+
+        def train_step(self, batch):
+            assert batch.has("teacher_topk_ids") and all(block() is not None for block in self.held)
+            return {"train/loss": 0.1, **self.optimizer_step()}
+
+        def sync_weights(self, step):
+            assert not any(block() for block in self.held)
+            return super().sync_weights(step)
+
+    world = WideWorld()
+    rollout = {"prompts_per_step": 2}
+    run = run_with_samples(tmp_path, world, algorithm={"kl_coef": 0.1}, optimizer_steps_per_rollout=2, rollout=rollout)
+    run.loop.run()
+    assert world.calls.count("update") == 4 and world.calls.count("sync") == 3 and len(world.held) == 2
 
 
 def kept_record(row):

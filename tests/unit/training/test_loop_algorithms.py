@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide, fetched
 from rltool.algorithms.contracts import example_batch
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.stopping import StopSignal
 from tests import plain_algorithms as plain
+from tests.declared import Store
 from tests.unit.training.test_loop import Saves
 
 RESPONSE = 6
@@ -32,6 +33,7 @@ class RememberingTrainer:
         }
         self.asked: list[str] = []
         self.trained: list[TrainBatch] = []
+        self.store = Store()
 
     def logprobs(self, batch: TrainBatch, *, weights: str = "policy") -> torch.Tensor:
         self.asked.append(weights)
@@ -41,9 +43,10 @@ class RememberingTrainer:
         self.asked.append("policy with entropies")
         return self.known["policy"].clone(), ENTROPIES
 
-    def teacher_topk(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_teacher_fields(self, batch: TrainBatch) -> TrainBatch:
         self.asked.append("teacher's tokens")
-        return TOPK_IDS, -TOPK_IDS.float()
+        values = {"teacher_topk_ids": TOPK_IDS, "teacher_topk_logprobs": -TOPK_IDS.float()}
+        return batch.replace(wide=(*batch.wide, Wide.cut(values, batch.lengths, self.store.put)))
 
     def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
         assert on_policy == (batch.old_logprobs is None)
@@ -130,6 +133,8 @@ def test_the_teachers_tokens_go_to_every_optimizer_step(more, asked):
     trainer, _, config = train("algorithm.distill_kl_coef=1.0", "model.teacher_path=teacher", *more)
     assert trainer.asked == asked
     (batch,) = trainer.trained
+    assert batch.teacher_topk_ids is None, "the driver has references"
+    (batch,) = fetched([batch], trainer.store.get)
     order = batch.tokens  # tokens of the example are numbered
     assert torch.equal(batch.teacher_topk_ids, TOPK_IDS[order])
     assert torch.equal(batch.teacher_topk_logprobs, -TOPK_IDS[order].float())
