@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.base import Config
+from rltool.config.base import Config, is_list
 
 if TYPE_CHECKING:
     from rltool.config.train import TrainConfig
@@ -306,8 +306,8 @@ def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
 def _toml(value: object) -> str:
     if isinstance(value, str | Path):
         return f'"{value}"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, cast('tuple[Any, ...]', value)))}]"
+    if is_list(value):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Config):
         fields = type(value).model_fields.items()
         set_ = [(key, getattr(value, key), field.default) for key, field in fields]

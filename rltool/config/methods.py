@@ -4,12 +4,11 @@ advantages, the objective, and the correction of the difference between engines 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from rltool.config.base import Config, OwnFunction
+from rltool.config.base import Config, OwnFunction, is_table
 
 
 def _inf_from_json(value: Any) -> Any:
@@ -33,7 +32,7 @@ def _with_kind(default: str) -> BeforeValidator:
     def tabled(value: Any) -> Any:
         if isinstance(value, str):
             return {"kind": "own", "function": value} if ":" in value else {"kind": value}
-        return {"kind": default, **cast("Mapping[str, Any]", value)} if isinstance(value, Mapping) else value
+        return {"kind": default, **value} if is_table(value) else value
 
     return BeforeValidator(tabled)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -168,7 +169,7 @@ def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_o
     """Megatron's patches for the CPU are thread-local."""
 
     def prepare(actor) -> int:
-        actor.sender, actor.mark = BlockedSender(), threading.local()
+        actor._started, actor.mark = SimpleNamespace(sender=BlockedSender()), threading.local()
         actor.mark.patched = True
         return threading.get_ident()
 
@@ -185,7 +186,7 @@ def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_o
         assert ray.get(actor.ready.remote("http://engine:1", "v", 0, SECONDS), timeout=SECONDS) is None
         ray.get(actor.abort_transfer.remote(["http://engine:1"], "it failed"), timeout=SECONDS)
         assert ray.get(joining, timeout=SECONDS) == {}
-        threads = call(lambda actor: actor.sender.threads)
+        threads = call(lambda actor: actor._started.sender.threads)
         assert threads["join"] == ident and ident not in (threads["abort"], threads["ready"])
         assert [call(look) for _ in range(5)] == [(ident, True)] * 5
     finally:

@@ -6,9 +6,8 @@ those (the rollout manager) tells the fleet *facts*, gives it *commands*, and as
   about an engine that has been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
 - Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the
   state does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
-- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `membership_epoch`, `take_transitions`) are read by the
-  owner, who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again,
-  logs.
+- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `take_transitions`) are read by the owner, who acts on
+  them: it moves workers in and out of the router, starts processes again, logs.
 
 Three rules decide everything else.
 
@@ -31,7 +30,6 @@ from dataclasses import replace
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.state import (
-    IN_TRANSFER_GROUP,
     QUIET,
     TRANSITIONS,
     FleetPolicy,
@@ -47,16 +45,11 @@ __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member",
 
 
 class Fleet:
-    """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner.
-
-    membership_epoch grows by at least one whenever a transfer group built before is no longer the right one: an engine
-    that takes weights has joined or left those that can be synced, was restarted, or failed in the middle of an update.
-    """
+    """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner."""
 
     def __init__(self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy or FleetPolicy()
         self.version: WeightVersion | None = None
-        self.membership_epoch = 0
         self.clock = clock
         self._members: dict[str, Member] = {}
         self._transitions: list[Transition] = []
@@ -133,8 +126,6 @@ class Fleet:
         """Forget an engine. Not from READY (drain it first), nor from PAUSED (a transfer group counts on it)."""
         member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
         del self._members[url]
-        if self._in_group(member):
-            self.membership_epoch += 1
         self._transitions.append(Transition(self.clock(), url, member.state, None, reason))
 
     def restarted(self, url: str) -> None:
@@ -180,9 +171,9 @@ class Fleet:
         self._update(self._require(url, "finish an update of", State.PAUSED), version=version)
 
     def update_failed(self, url: str, reason: str) -> None:
-        """PAUSED -> STALE, and its transfer group is broken: others may wait in a half-done broadcast."""
-        member = self._require(url, "fail an update of", State.PAUSED)
-        self._abandon_pause(member, reason)
+        """PAUSED -> STALE."""
+        self._require(url, "fail an update of", State.PAUSED)
+        self._move(url, State.STALE, reason, version=None)
 
     def advance(self, version: WeightVersion) -> None:
         """The fleet is at `version` from now on; engines that serve with another are STALE at once.
@@ -311,7 +302,8 @@ class Fleet:
                     member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start"
                 )
             elif member.state is State.PAUSED and waited > self.policy.pause_seconds:
-                self._abandon_pause(member, f"still paused after {self.policy.pause_seconds:g} s: its sync never ended")
+                told = f"still paused after {self.policy.pause_seconds:g} s: its sync never ended"
+                self._move(member.url, State.STALE, told, version=None)
 
     # -- the rest is private
 
@@ -332,10 +324,6 @@ class Fleet:
         seen = max(at for at in (last, member.last_success_at, member.since) if at is not None)
         return member.canary_wanted or member.incidents > 0 or now - seen >= self.policy.idle_canary_seconds
 
-    @staticmethod
-    def _in_group(member: Member) -> bool:
-        return member.takes_weights and member.state in IN_TRANSFER_GROUP
-
     def _observable(self, url: str, sent_at: float) -> Member | None:
         """The member, if a fact gathered at `sent_at` says anything of its present."""
         member = self._members.get(url)
@@ -350,8 +338,6 @@ class Fleet:
         # An engine that was out of sight and tells neither its boot id nor its version may have been restarted
         # meanwhile.
         unprovable = member.probe_failures > 0 and boot_id is None and version is None
-        if rebooted and self._in_group(member):
-            self.membership_epoch += 1
         if rebooted:
             member = self._update(member, incidents=0, last_incident_at=None)
         return self._update(member, version=None) if rebooted or relabelled or unprovable else member
@@ -378,10 +364,6 @@ class Fleet:
         else:
             self._move(member.url, State.READY, reason)
 
-    def _abandon_pause(self, member: Member, reason: str) -> None:
-        self._move(member.url, State.STALE, reason, version=None)
-        self.membership_epoch += 1
-
     def _require(self, url: str, command: str, *states: State) -> Member:
         member = self.member(url)
         if member.state not in states:
@@ -402,7 +384,5 @@ class Fleet:
                 f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})"
             )
         now = self.clock()
-        after = self._update(before, state=state, since=now, reason=reason, **changes)
-        if self._in_group(before) != self._in_group(after):
-            self.membership_epoch += 1
+        self._update(before, state=state, since=now, reason=reason, **changes)
         self._transitions.append(Transition(now, url, before.state, state, reason))

@@ -36,7 +36,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 """All that exist. STARTING, DEAD and ASLEEP -> READY are for engines with fixed weights alone, PAUSED and STALE for the
 others: these wake up in a full sync."""
 
-IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE, State.ASLEEP})
 QUIET = frozenset({State.PAUSED, State.ASLEEP})
 """States that we have brought an engine into, and in which its silence is no failure."""
 

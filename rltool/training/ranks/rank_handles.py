@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,12 +21,17 @@ from rltool.weights.send.ranks_together import one_answer, one_meeting, one_repo
 from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
 
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
+
 
 class RankHandles:
     """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them; plan: of what they
     send."""
 
-    def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder, plan: ExportPlan) -> None:
+    def __init__(
+        self, handles: Sequence[Any], coordinates: Sequence[Coordinates], sharder: Sharder, plan: ExportPlan
+    ) -> None:
         self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
         self.plan = plan
         self._senders: dict[str, list[int]] = {}  # of each engine, the ranks that have hosted it

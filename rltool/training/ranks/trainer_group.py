@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -23,6 +23,9 @@ from rltool.training.cluster.ray_calls import DeadlinePassed, Waiting, get_all, 
 from rltool.training.ranks.rank_handles import RankHandles
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor
+
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
 
 
 class TrainerGroup:
@@ -49,7 +52,7 @@ class TrainerGroup:
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
-        self.coordinates: list[Any] = []
+        self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
         self.take_gpus: Callable[[], None] = lambda: None

@@ -126,7 +126,7 @@ EXTRAS = (
 def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", source=None, platform="Linux", cpus=2,
-        memory=1 << 34, shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
+        memory=1 << 34, shared_memory=8 << 30, gpus=[], nccl_override=None, can_listen=None,
         can_write_runs=None, sandbox=["a user namespace"], sandbox_problem=None,
         versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip

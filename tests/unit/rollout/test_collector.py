@@ -27,7 +27,7 @@ from rltool.rollout.rewards.pool import RewardFailure
 from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
-from rltool.rollout.snapshot import books, kept_samples, restore, snapshot
+from rltool.rollout.snapshot import books, encoded, kept_samples, restore
 from tests.declared import Store, declare_surprise, table_of_its_own
 
 RUN = "a" * 32
@@ -102,6 +102,10 @@ async def batches(collector, steps, *, first=0):
         publish(collector, step)
         found.append(await collector.next(step))
     return found
+
+
+def snapshot(collector, done, *, keeps_partial):
+    return encoded(*books(collector, done, keeps_partial=keeps_partial), run_seed=collector.config.run_seed)
 
 
 def taken_up(collector, kept):
