@@ -63,7 +63,7 @@ def remove(
 ) -> None:
     """Have a run that is training leave engines: they finish what they have and get nothing new, and live on.
 
-    Returns at once; asked again, or by `list`, the run says how far each is.
+    Returns at once; repeat it, or use `list`, to see the progress.
     """
     engines = resolve(addresses).engines
     directory, driver = choose_driver(run)

@@ -46,7 +46,7 @@ class EngineWeights(Config):
     """As in [weights]."""
 
     @model_validator(mode="after")
-    def _says_of_whom_and_what(self) -> EngineWeights:
+    def _selects_and_sets(self) -> EngineWeights:
         if self.match is None and self.group is None:
             raise ValueError('says of no engine what it says: give match = "10.8.*" or group = "NAME"')
         if not self.settings:

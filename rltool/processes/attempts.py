@@ -26,10 +26,10 @@ class Attempts:
     from. say: gets one line for each restart."""
 
     def __init__(
-        self, command: Callable[[int], Sequence[str]], *, restarts: int, say: Callable[[str], None],
+        self, command: Callable[[int], Sequence[str]], *, restarts: int, log: Callable[[str], None],
         stopped: Callable[[int], bool], on_fault: Callable[[], str],
     ) -> None:  # fmt: skip
-        self._command, self._restarts, self._say, self._stopped = command, restarts, say, stopped
+        self._command, self._restarts, self._log, self._stopped = command, restarts, log, stopped
         self._on_fault = on_fault
         self._child: subprocess.Popen[bytes] | None = None
         self._signalled: int | None = None
@@ -51,11 +51,11 @@ class Attempts:
                 if self._signalled:
                     break
                 if number > self._restarts:
-                    self._say(
+                    self._log(
                         f"attempt {number} {describe_exit(code)}, and --restarts {self._restarts} is used up"
                     )
                     break
-                self._say(
+                self._log(
                     f"attempt {number} {describe_exit(code)}, see its error above: restart {number} of "
                     f"{self._restarts}, from {start}"
                 )

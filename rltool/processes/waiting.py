@@ -17,7 +17,7 @@ def _nothing() -> str:
 @contextmanager
 def waiting(
     what: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     still: Callable[[], str] = _nothing,
     every: float = PROGRESS_SECONDS,
@@ -27,13 +27,13 @@ def waiting(
     what: names the deadline, where there is one. still: what is missing at that moment, said behind it. The lines come
     from a thread: the block may be a single call into Ray or torch.
     """
-    say(what)
+    log(what)
     started, ended = time.monotonic(), threading.Event()
 
     def repeat() -> None:
         while not ended.wait(every):
             missing = still()
-            say(f"{what}: {time.monotonic() - started:.0f} s so far" + (f", {missing}" if missing else ""))
+            log(f"{what}: {time.monotonic() - started:.0f} s so far" + (f", {missing}" if missing else ""))
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()

@@ -63,8 +63,8 @@ async def simulate_sync(
         async def each(act: str) -> None:
             calls = []
             for engine in engines:
-                speaks = controls(engine.dialect or "", plugin=engine.plugin)
-                requests = speaks.pause(modes[engine.url]) if act == "pause" else speaks.resume()
+                engine_dialect = controls(engine.dialect or "", plugin=engine.plugin)
+                requests = engine_dialect.pause(modes[engine.url]) if act == "pause" else engine_dialect.resume()
                 calls.append(client.run(engine, requests, timeout=timeout))
             results = await asyncio.gather(*calls, return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]

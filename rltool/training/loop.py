@@ -179,7 +179,7 @@ class Loop:
                 self._save_before_raising()
                 raise
             if not isinstance(error, StopRequested):
-                self.writer.say(f"after the signal: {error}")
+                self.writer.log(f"after the signal: {error}")
             self._end()
         else:
             if self._saves_at(self.progress.step):
@@ -417,7 +417,7 @@ class Loop:
         metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
         version = self.engines.weight_version if self.engines else ""
         self.writer.write(step, version, metrics, weight_versions=list(sourced.weight_versions))
-        self.writer.say(step_line(step, config.steps, metrics))
+        self.writer.log(step_line(step, config.steps, metrics))
 
     @contextmanager
     def _afterwards(self, write: Callable[[], None]) -> Iterator[None]:
@@ -428,7 +428,7 @@ class Loop:
             try:
                 write()
             except OutputFailed as failure:
-                self.writer.say(str(failure))
+                self.writer.log(str(failure))
             raise
         write()
 
@@ -448,7 +448,7 @@ class Loop:
         if not self.config.eval.sets:
             return
         self.writer.write(done - 1, engines.weight_version, metrics)
-        self.writer.say(
+        self.writer.log(
             step_line(done - 1, self.config.steps, metrics).replace(
                 f"step {done}/", "before step 1 of " if done == 0 else f"resumed after step {done}/"
             )
@@ -481,7 +481,7 @@ class Loop:
         try:
             self._end()
         except RltoolError as failure:
-            self.writer.say(f"no checkpoint of this state: {failure}")
+            self.writer.log(f"no checkpoint of this state: {failure}")
 
 
 def _mean(results: list[dict[str, float]]) -> dict[str, float]:

@@ -30,10 +30,10 @@ class StopSignal:
     is say at once what happens now: `consequence`, which the run keeps up to date.
     """
 
-    def __init__(self, say: Callable[[str], None] = write_at_once) -> None:
+    def __init__(self, log: Callable[[str], None] = write_at_once) -> None:
         self.requested: signal.Signals | None = None
         self.consequence = "the run ends"
-        self._say = say
+        self._log = log
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +70,7 @@ class StopSignal:
             raise KeyboardInterrupt
         if self.requested is None:
             self.requested = signal.Signals(number)
-            self._say(f"\n{self.name}: {self.consequence}; Ctrl-C{self._again} ends at once\n")
+            self._log(f"\n{self.name}: {self.consequence}; Ctrl-C{self._again} ends at once\n")
 
     @property
     def _again(self) -> str:

@@ -43,7 +43,7 @@ STEP_SHARE = 2
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited: all of them (ranks_together). plan: what they send; every rank has the same, and
+    """The trainer's ranks, awaited: all of them (rank_barrier). plan: what they send; every rank has the same, and
     cuts it into the same buckets (weights.bucket_bytes)."""
 
     plan: ExportPlan
@@ -164,9 +164,9 @@ class Connections:
         if connection is not None and engine is not None:
             await _leave(self._calls.run_briefly, engine.endpoint, connection.control)
 
-    async def leave(self, ceded: Collection[str]) -> Failures:
+    async def leave(self, lost: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
-        calls, ours = self._calls, [m for m in self._fleet.members() if m.url not in ceded]
+        calls, ours = self._calls, [m for m in self._fleet.members() if m.url not in lost]
 
         async def leave(endpoint: EngineEndpoint) -> None:
             await _leave(calls.run, endpoint, self._connected[endpoint.url].control)
@@ -177,7 +177,7 @@ class Connections:
         errors = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
         gone = (State.DEAD, State.STARTING, State.ASLEEP)
         members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
-        errors = await calls.gather([m.endpoint for m in members if m.url not in ceded], resume) | errors
+        errors = await calls.gather([m.endpoint for m in members if m.url not in lost], resume) | errors
         self._connected = {}
         await self._ranks.leave_transfer()
         return {url: str(error) for url, error in errors.items()}

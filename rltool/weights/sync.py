@@ -149,12 +149,12 @@ class WeightSync:
         Raises EngineError."""
         await self.connections.leave_engine(url)
 
-    async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
+    async def leave(self, *, lost: Collection[str] = ()) -> Failures:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
 
-        ceded: engines that another run controls by now, whose group would be the one shut down.
+        lost: engines that another run controls by now, whose group would be the one shut down.
         """
-        return await self.connections.leave(ceded)
+        return await self.connections.leave(lost)
 
     # -- the rest is private
 

@@ -85,12 +85,12 @@ def test_engines_given_as_host_and_port_are_recognised_and_counted(configure, fa
         ({"dialect": "vllm", "dp_size": 2}, False),
     ],
 )
-def test_replicas_that_draw_the_same_numbers_are_named(configure, fake_vllm, facts, is_said):
+def test_replicas_that_draw_the_same_numbers_are_named(configure, fake_vllm, facts, reported):
     config = configure(fake_vllm.url)
     fleet = preflight(config)
     alike = replace(fleet, infos={url: replace(info, **facts) for url, info in fleet.infos.items()})
     said = [line for line in describe_engines(alike, config) if "one random seed" in line]
-    assert [line.startswith(f"{fake_vllm.url}: SGLang") for line in said] == [True] * is_said
+    assert [line.startswith(f"{fake_vllm.url}: SGLang") for line in said] == [True] * reported
 
 
 def test_every_address_that_does_not_answer_is_named(configure, fake_vllm):

@@ -53,7 +53,7 @@ class Prefetcher:
         self._fetch: _Fetch | None = None
 
     def fetch(self, store: str, version: str, seconds: float) -> None:
-        """From a store, for so many seconds at most. Raises NotFetched while another version comes."""
+        """From a store, within this many seconds. Raises NotFetched while another version comes."""
         self._rebuild(lambda copy: bring(copy, open_store(store), version, seconds=seconds), version, seconds)
 
     def take(self, source: Receive, buckets: Sequence[Bucket], version: str, seconds: float) -> None:

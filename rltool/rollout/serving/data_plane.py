@@ -108,7 +108,7 @@ class DataPlane:
     router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
     engine; `limit` overrides it. min_serving: with fewer engines no request is sent. judge: None accepts every version
     (no trainer takes part). deadline: seconds for a request at one engine (deadlines.generate); waiting for its turn is
-    not part of it. saw_version(engine URL, version, sent_at): called with a version that is refused.
+    not part of it. observed_version(engine URL, version, sent_at): called with a version that is refused.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class DataPlane:
         deadline: float,
         min_serving: int = 1,
         judge: VersionJudge | None = None,
-        saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
+        observed_version: Callable[[str, str | None, float], None] = lambda *_: None,
     ) -> None:
         self._client, self._fleet, self._clock, self.router = engines.client, engines.fleet, engines.clock, router
         self._per_engine, self._deadline, self._judge = requests_per_engine, deadline, judge
         self._min_serving = min_serving
-        self._saw_version = saw_version
+        self._observed_version = observed_version
         self.limit: int | None = None
         self.counts: Counter[str] = Counter()
         """Events since the start: failed_requests, withdrawn_requests, poisonous_requests, refused_foreign,
@@ -414,7 +414,7 @@ class DataPlane:
             if reason is not None:
                 self.counts[f"refused_{reason}"] += 1
                 for url in engines:
-                    self._saw_version(url, version, attempt.sent_at)
+                    self._observed_version(url, version, attempt.sent_at)
                 self._report_stale(engines, attempt, f"sampled with {version}: {reason}")
                 raise _NotItsFault(
                     f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})"

@@ -55,7 +55,7 @@ class ForeignWeights:
         now = self._clock()
         self._synced_at |= dict.fromkeys(urls, now)
 
-    def saw(self, url: str, version: str | None, *, sent_at: float) -> Overwritten | None:
+    def observed_version(self, url: str, version: str | None, *, sent_at: float) -> Overwritten | None:
         """A probe or a completion, sent at `sent_at`, showed this version. News at most once for every sync.
 
         What was sent before our last sync there may still bear what that sync has replaced.

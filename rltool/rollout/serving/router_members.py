@@ -139,7 +139,7 @@ class RouterMembers:
                 self.counts["failures"] += 1
                 silent = isinstance(error, EngineUnreachable)
                 self.unreachable_since = (self.unreachable_since or self._clock()) if silent else None
-                self._say(f"router {self._router.url}: {error}")
+                self._log_once(f"router {self._router.url}: {error}")
             else:
                 self.unreachable_since = None
                 if self._trouble is not None:
@@ -193,7 +193,7 @@ class RouterMembers:
                 return
             self.counts["failures"] += 1
             why = await self._router.why_not_added(pending.job)
-            self._say(f"router {self._router.url} has not taken {url} in {REGISTRATION_SECONDS:g} s: {why}")
+            self._log_once(f"router {self._router.url} has not taken {url} in {REGISTRATION_SECONDS:g} s: {why}")
         engine = self._fleet.find(url)
         if engine is not None:
             self._registrations[url] = _Registration(self._clock(), await self._router.add(engine.endpoint))
@@ -213,7 +213,7 @@ class RouterMembers:
             self._on_refused(TrainingStopped(refusal(self._router.url, foreign)))
         return ()
 
-    def _say(self, trouble: str) -> None:
+    def _log_once(self, trouble: str) -> None:
         """Once, however often it happens in a row."""
         if trouble != self._trouble:
             self._trouble = trouble

@@ -190,13 +190,13 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
     ]  # fmt: skip
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
-    speaks = {e.url: dialect(e.dialect, plugin=e.plugin) for e in fleet.endpoints.engines if e.dialect is not None}
-    stock = [url for url, found in speaks.items() if not found.routable]
+    dialects = {e.url: dialect(e.dialect, plugin=e.plugin) for e in fleet.endpoints.engines if e.dialect is not None}
+    stock = [url for url, found in dialects.items() if not found.routable]
     if fleet.endpoints.data_url and stock:
         raise UsageError(
-            f"{', '.join(stock)}: a stock {speaks[stock[0]].label} does not answer /generate, so sglang-router cannot "
-            "route to it; leave --router out (train then asks the engines directly), or start the engine with `rltool "
-            "serve-engines`"
+            f"{', '.join(stock)}: a stock {dialects[stock[0]].label} does not answer /generate, so sglang-router "
+            "cannot route to it; leave --router out (train then asks the engines directly), or start the engine with "
+            "`rltool serve-engines`"
         )
 
 

@@ -224,7 +224,7 @@ def _knock(address: str, timeout: float) -> None:
     if found is None:
         return
     host, port = found["host"].strip("[]"), int(found["port"])
-    ends, is_said = time.monotonic() + timeout, False
+    ends, reported = time.monotonic() + timeout, False
     while True:
         try:
             socket.create_connection((host, port), timeout=max(_POLL_SECONDS, ends - time.monotonic())).close()
@@ -234,9 +234,9 @@ def _knock(address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() + _POLL_SECONDS >= ends:
                 raise
-            if not is_said:
+            if not reported:
                 write_line(f"Ray at {address}: {error}; asked again for deadlines.preflight = {timeout:g} s")
-                is_said = True
+                reported = True
         time.sleep(_POLL_SECONDS)
 
 

@@ -20,9 +20,9 @@ class EndpointsFollow:
     """
 
     def __init__(
-        self, file: Path, engines: Iterable[EngineEndpoint], *, data_url: str | None, say: Callable[[str], None]
+        self, file: Path, engines: Iterable[EngineEndpoint], *, data_url: str | None, log: Callable[[str], None]
     ) -> None:
-        self._file, self._data_url, self._say = file, data_url, say
+        self._file, self._data_url, self._log = file, data_url, log
         self._known = {engine.url for engine in engines}
         self._lock = threading.Lock()  # the training loop and the run's endpoint both come here
 
@@ -50,4 +50,4 @@ class EndpointsFollow:
                 edit_endpoints(self._file, change)
                 self._data_url = None  # written once: whoever takes a router out of the file later knows why
             except (OSError, UsageError) as error:
-                self._say(f"{self._file} does not follow the fleet: {error}")
+                self._log(f"{self._file} does not follow the fleet: {error}")

@@ -67,7 +67,7 @@ class Rollouts:
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
             files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
-            say=console.print,
+            log=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor = RolloutActor.remote(

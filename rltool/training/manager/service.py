@@ -82,7 +82,7 @@ class RolloutService:
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
         self._turns: GpuTurns | None = None
-        self._background = Background(lambda failure: self._say(str(failure)))
+        self._background = Background(lambda failure: self._report(str(failure)))
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
         self._stopping = self._closed = False
@@ -110,10 +110,10 @@ class RolloutService:
         if syncing is not None:
             trainer = Trainer(syncing.ranks, syncing.trainer_device, syncing.directory, vocab_size)
         self._policy = PolicyEngines(
-            config, self._engines, EngineSet(self.fleet, self._client, self._say), self._book, trainer=trainer,
+            config, self._engines, EngineSet(self.fleet, self._client, self._report), self._book, trainer=trainer,
             lease=lease, hooks=hooks,
         )  # fmt: skip
-        self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
+        self._leases, self._plane, self._monitor = self._policy.leases, self._policy.plane, self._policy.monitor
         self._weights, self._membership = self._policy.weights, self._policy.membership
         self._held = self._evaluation_engines(trainer, hooks)
         policy = PolicyModel(self.tokenizer, vocab_size, require_versions=syncing is not None)
@@ -126,7 +126,7 @@ class RolloutService:
         self._rates = EngineRates(self._client)
         await self._side.start(
             self._client, requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            restarts=self._restarts, log=self._say,
+            restarts=self._restarts, log=self._report,
         )  # fmt: skip
         if self._restarts is not None:
             self._restarts.watch(self.fleet, self._monitor)
@@ -150,13 +150,13 @@ class RolloutService:
         self.tokenizer = inputs.tokenizer
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
-        self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
+        self._own_metrics = OwnMetrics(self._config.monitor, log=self._report) if self._config.monitor.metrics else None
         self._own_rollout = load_rollout(self._config.rollout)
         self._batch_hook = load_batch_hook(self._config.rollout)
         refusal = self._book.refusal if self._syncing else None
         self._judge = SampleJudge(self._vocab_size, AdmissionPolicy.of(self._config), refusal)
         self._generation = Generation(
-            self._config, self._gateway_place, say=self._say,
+            self._config, self._gateway_place, log=self._report,
             refusal=self._book.refusal if self._syncing else lambda _: None,
         )  # fmt: skip
         return inputs.summary
@@ -182,14 +182,14 @@ class RolloutService:
         if processes is None:
             return None
         policy = RestartPolicy(engines.max_restarts, engines.restart_backoff)
-        return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
+        return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._report)
 
     def _evaluation_engines(self, trainer: Trainer | None, hooks: EngineHooks) -> EvaluationEngines | None:
         found, syncing = self._engines.evaluation, self._syncing
         if found is None or syncing is None or trainer is None:
             return None
         fleet = Fleet(self.fleet.policy, clock=self._clock)
-        engines = EngineSet(fleet, self._client, log=lambda line: self._say(f"evaluation: {line}"))
+        engines = EngineSet(fleet, self._client, log=lambda line: self._report(f"evaluation: {line}"))
         return EvaluationEngines(
             self._config, found, engines, VersionBook(syncing.lineage), trainer=trainer, lease=syncing.lease,
             hooks=replace(hooks, restart=None),
@@ -255,7 +255,7 @@ class RolloutService:
         async with beside(*(plane.abort() for plane in planes)) as aborting:
             await self.collector.interrupt()
             for url, reason in (item for failures in await asyncio.gather(*aborting) for item in failures.items()):
-                self._say(f"aborting requests at {url}: {reason}")
+                self._report(f"aborting requests at {url}: {reason}")
 
     # -- the driver's calls
 
@@ -269,7 +269,7 @@ class RolloutService:
         if self._syncing is None:
             self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
         async with self._weights.stale_engines_meanwhile() if self._weights else nullcontext():
-            collected = await self._ownership.unless_taken(self.collector.next(step))
+            collected = await self._leases.unless_taken(self.collector.next(step))
         return await self._to_rollout(collected, step)
 
     async def sync_weights(self, step: int) -> SyncReport:
@@ -296,12 +296,12 @@ class RolloutService:
 
     async def evaluate(self) -> Evaluated:
         """Every evaluation set, with the same seeds each time."""
-        ownership = self._held.ownership if self._held is not None else self._ownership
+        leases = self._held.leases if self._held is not None else self._leases
         task = self._background.start(self._work.evaluate(self._evals.sets), "evaluate", awaited=True)
         self._evaluations.add(task)
         try:
             async with asyncio.timeout(self._config.deadlines.evaluate):
-                return await ownership.unless_taken(task)
+                return await leases.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
                 f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
@@ -375,7 +375,7 @@ class RolloutService:
 
     # -- the rest is private
 
-    def _say(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         self._events.append(line)
         self._log(line)
 

@@ -182,7 +182,7 @@ class TrainerActor:
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        everywhere = self._sender.gathers_everywhere(urls)
+        everywhere = self._sender.needs_all_ranks(urls)
         stream = self.trainer.export_weights(everywhere=everywhere)
         held = self.trainer.export_bytes(everywhere=everywhere)
         return self._sender.send(stream, version, urls, stream_bytes=held)

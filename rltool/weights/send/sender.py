@@ -143,7 +143,7 @@ class WeightSender:
         patch_bytes = encoder.patch_bytes if encoder is not None else None
         return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory)
 
-    def gathers_everywhere(self, urls: Collection[str]) -> bool:
+    def needs_all_ranks(self, urls: Collection[str]) -> bool:
         """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has
         failed on one of them: producing the stream is a collective."""
         return not self._by_every_rank.isdisjoint(urls)

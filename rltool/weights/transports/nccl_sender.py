@@ -35,7 +35,7 @@ class NcclSender(SenderTransport):
         self._unique_id = b""
         self._communicator: nccl.Communicator | None = None
         self._owed: deque[Bucket] = deque()
-        self._under_way: deque[nccl.Work] = deque()
+        self._in_flight: deque[nccl.Work] = deque()
         self._given_up = ""
 
     @property
@@ -84,14 +84,14 @@ class NcclSender(SenderTransport):
     def send(self, bucket: Bucket, flat: Tensor) -> Sent:
         self._go_on()
         if flat.numel():
-            self._under_way.append(self._live().broadcast(flat))
+            self._in_flight.append(self._live().broadcast(flat))
         self._owed.popleft()
         return Sent(self, anything=flat.numel() > 0)
 
     def sent(self, seconds: float) -> None:
         """Wait for the bucket that went out first of those under way; not any longer when the sync is given up."""
-        self._under_way[0].wait(seconds, check=self._go_on)
-        self._under_way.popleft()
+        self._in_flight[0].wait(seconds, check=self._go_on)
+        self._in_flight.popleft()
 
     def finish(self) -> None:
         """Every broadcast has been waited for."""
@@ -109,12 +109,12 @@ class NcclSender(SenderTransport):
         if self._is_awaited() and communicator.alive:
             self._complete(communicator)
         self._owed.clear()
-        self._under_way.clear()
+        self._in_flight.clear()
         communicator.abort(self._given_up or "the transfer group was left")
 
     def _is_awaited(self) -> bool:
         """Whether workers of an engine that lives wait for a broadcast."""
-        return bool(self._owed or self._under_way)
+        return bool(self._owed or self._in_flight)
 
     def _complete(self, communicator: nccl.Communicator) -> None:
         """All of them, even where the engine is asked for one at a time: it is asked for the next one until the rollout
@@ -122,8 +122,8 @@ class NcclSender(SenderTransport):
         sizes = [size for size in map(bucket_bytes, self._owed) if size]
         self._owed.clear()
         try:
-            while self._under_way:
-                self._under_way.popleft().wait(COMPLETE_SECONDS)
+            while self._in_flight:
+                self._in_flight.popleft().wait(COMPLETE_SECONDS)
             anything = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
             for size in sizes:
                 communicator.broadcast(anything[:size]).wait(COMPLETE_SECONDS)

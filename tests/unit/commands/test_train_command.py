@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from rltool.cli import main
-from rltool.commands.train import _told_apart, finish
+from rltool.commands.train import _marking_final_exit, finish
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped, UsageError
 from rltool.processes.attempts import ENDED_FOR_GOOD
@@ -33,10 +33,10 @@ from rltool.training.session import Outcome
 )
 def test_only_a_fault_asks_for_another_attempt(error, code):
     plain = error.exit_code
-    with pytest.raises(RltoolError), _told_apart(0):
+    with pytest.raises(RltoolError), _marking_final_exit(0):
         raise error
     assert error.exit_code == plain, "without --restarts every failure is a 1"
-    with pytest.raises(RltoolError) as ended, _told_apart(1):
+    with pytest.raises(RltoolError) as ended, _marking_final_exit(1):
         raise error
     assert ended.value.exit_code == code
 

@@ -130,9 +130,9 @@ def test_requests_and_replies():
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [1.0, float("inf")], [None], None])
 def test_a_score_that_is_no_number_is_the_engines_failure(values):
-    for speaks, reply in ((VLLM, {"data": [{"probs": values}]}), (SGLANG, {"embedding": values})):
+    for engine_dialect, reply in ((VLLM, {"data": [{"probs": values}]}), (SGLANG, {"embedding": values})):
         with pytest.raises(EngineError, match="expected one finite number for each label"):
-            speaks.parse_classify(reply)
+            engine_dialect.parse_classify(reply)
 
 
 @pytest.mark.parametrize(

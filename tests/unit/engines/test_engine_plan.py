@@ -73,7 +73,7 @@ def test_one_host_of_eight_gpus_with_two_models_and_a_placeholder():
         "engine-1: vllm regular, group main, GPUs 5, http://127.0.0.1:20001",
         "engine-2: sglang regular, group judges, model judge (weights not updated), GPUs 6,7, http://127.0.0.1:9000",
         "placeholder: group trainer, GPUs 0,1,2,3",
-        "router-judge: model judge, all engines alike, a free port",
+        "router-judge: model judge, all engines in one pool, a free port",
     ]
 
 
