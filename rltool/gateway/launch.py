@@ -80,9 +80,9 @@ def start_gateway(
     with reserved_ports(1, host=config.host, first=config.port) as reserved:
         port = reserved.ports[0]
         url = http_url(config.host, port)
-        given = config.model_copy(update={"port": port}).model_dump_json()
+        own = config.model_copy(update={"port": port}).model_dump_json()
         # -P: it runs in the user's directory, whose modules it must not pick up.
-        argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", given, "--parts", parts.model_dump_json())
+        argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", own, "--parts", parts.model_dump_json())
         reserved.release()
         process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
 

@@ -21,9 +21,9 @@ _FINAL = (0, 2, 130, ENDED_FOR_GOOD)
 
 
 class Attempts:
-    """command(n): the argv of attempt n, from 1. restarts: how many may follow the first. stopped(pid): somebody asked
+    """command(n): the argv of attempt n, from 1. restarts: how many may follow the first. stopped(pid): a user asked
     for the end of this attempt, which was killed. on_fault: called after each; returns what a next one would go on
-    from. say: gets one line for each restart."""
+    from. log: gets one line for each restart."""
 
     def __init__(
         self, command: Callable[[int], Sequence[str]], *, restarts: int, log: Callable[[str], None],
@@ -70,7 +70,7 @@ class Attempts:
         return self._child
 
     def _start(self, number: int) -> bool:
-        """False after a signal, which came while nothing ran: there is nobody else to obey it."""
+        """False after a signal, which came while no attempt ran."""
         with deferred_interrupts():
             if self._signalled:
                 return False

@@ -1,4 +1,4 @@
-"""Lines about a wait that takes long, on a terminal and in a log alike."""
+"""Progress lines of a long wait, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def waiting(
     still: Callable[[], str] = _nothing,
     every: float = PROGRESS_SECONDS,
 ) -> Iterator[None]:
-    """Say `what` is being done, and every so many seconds that it still is, until the block ends.
+    """Log `what` at the start, and every few seconds that it still runs, until the block ends.
 
-    what: names the deadline, where there is one. still: what is missing at that moment, said behind it. The lines come
+    what: names the deadline, where there is one. still: what is missing at that moment, appended. The lines come
     from a thread: the block may be a single call into Ray or torch.
     """
     log(what)

@@ -32,7 +32,7 @@ class SourceState:
 
 
 def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceState:
-    """The rollout side after `done` training steps: batches from step `done` on are not trained, whoever holds them.
+    """The rollout side after `done` training steps: batches from step `done` on are not trained, wherever they are.
 
     keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
     """
@@ -41,11 +41,11 @@ def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceS
 
 def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:
     """The first half of a snapshot, on the collector's event loop: groups go on meanwhile.
-    Returns the state and the samples, which nobody changes any more."""
+    Returns the state and the samples, which no one changes any more."""
     groups, samples = [], []
     for group in collector.ledger.groups():
         if group.state is GroupState.IN_HAND and collector.delivered <= done:
-            continue  # the batch of the last finished step: trained, though nobody has said so yet
+            continue  # the batch of the last finished step: trained, though not reported yet
         state = GroupState.READY if group.state in (GroupState.IN_HAND, GroupState.READY) else GroupState.PARTIAL
         kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
         groups.append(

@@ -106,7 +106,7 @@ def remove_worker(router: EngineEndpoint, url: str, *, timeout: float) -> bool:
     def gone() -> bool | None:
         return True if find_worker(list_workers(router), url) is None else None
 
-    return _until(gone, timeout, f"{router.url} did not let go of {url}")
+    return _until(gone, timeout, f"{router.url} did not remove {url}")
 
 
 def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -> None:

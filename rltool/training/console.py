@@ -19,7 +19,7 @@ class LoggedConsole(Console):
         self._path, self._failed = log, False
 
     def log(self, line: str) -> None:
-        """`print` of one line, for whoever takes a function of one."""
+        """`print` of one line."""
         self.print(line)
 
     def print(self, *objects: Any, **options: Any) -> None:

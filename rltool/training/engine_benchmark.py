@@ -55,7 +55,7 @@ class Totals:
 async def simulate_sync(
     engines: Sequence[EngineEndpoint], modes: Mapping[str, PauseMode], *, seconds: float, timeout: float
 ) -> float:
-    """Pause all engines, hold them for `seconds`, and let them go on, whatever failed before. Returns how long it took.
+    """Pause all engines, hold them for `seconds`, and resume them, whatever failed before. Returns how long it took.
     modes: by URL. EngineError of the first that did not do it."""
     started = time.perf_counter()
     async with EngineClient() as client:

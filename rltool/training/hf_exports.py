@@ -18,7 +18,7 @@ class ExportingTrainer(Protocol):
 
 
 class HfExports:
-    """say: a line for the console. stops: whether one that fails ends the run (checkpoint.on_save_failure)."""
+    """log: a line for the console. stops: whether one that fails ends the run (checkpoint.on_save_failure)."""
 
     def __init__(
         self, trainer: ExportingTrainer, run: RunDirectory, log: Callable[[str], None], *, stops: bool = True
@@ -27,7 +27,7 @@ class HfExports:
 
     def save(self, step: int, *, final: bool = False) -> None:
         """The present weights, which have `step` training steps. One that cannot be written is ExportFailed, or a
-        warning; final: the former whatever the configuration says."""
+        warning; final: the former whatever is configured."""
         target = self._run.hf_export(step)
         try:
             try:

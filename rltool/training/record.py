@@ -23,11 +23,11 @@ def record_rollouts(
     config: TrainConfig, engines: Engines, directory: Path, *, simulated_sync: float | None = None,
     log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Write config.steps dumps, from step 0. say(line): one line per step, once it is on disk, and what the engines
+    """Write config.steps dumps, from step 0. log(line): one line per step, once it is on disk, and what the engines
     have done in all. simulated_sync: seconds for which they are paused before each rollout but the first, as a trainer
     would pause them to send weights.
 
-    The engines' weights are whoever's they are: a version is recorded where there is one, and not demanded.
+    The engines may hold any weights: a version is recorded where there is one, and not required.
     """
     recorded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dump": True})})
     asyncio.run(_record(recorded, engines, directory, simulated_sync, log))

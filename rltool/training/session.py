@@ -81,7 +81,7 @@ class Outcome:
 
 
 def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSignal) -> Outcome:
-    """Start everything, train, and take everything apart again, whatever happens. UsageError if somebody else has the
+    """Start everything, train, and take everything apart again, in any case. UsageError if another process has the
     run."""
     run = open_run(prepared.run.name, create=True, root=prepared.run.path.parent)
     lock.take()
@@ -123,7 +123,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         sends = _hosts_rendezvous(prepared) or prepared.expected is not None
         for line in beyond_loopback(config, prepared.plan.device, sends=sends):
             console.print(f"open to the network: {line}", style="yellow")
-        stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
+        stop.consequence = "the start was cancelled; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
         with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.log):
@@ -261,8 +261,8 @@ def _hosts_rendezvous(prepared: Prepared) -> bool:
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
-    """Closes the ranks, which waits for a save in flight. Not where one of them died, hangs or raised what nobody
-    expected, for the others may wait for it; where the start was given up; and not after a second Ctrl-C: they end
+    """Closes the ranks, which waits for a save in flight. Not where one of them died, hangs or raised an unexpected
+    error, for the others may wait for it; where the start was cancelled; and not after a second Ctrl-C: they end
     with Ray then. What the driver failed of costs no save."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:

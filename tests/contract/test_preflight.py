@@ -241,7 +241,7 @@ def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_v
                 preflight(config)
         else:
             preflight(config)
-    with pytest.raises(UsageError, match="is of sglang, which does not tell which tokens"):
+    with pytest.raises(UsageError, match="is of sglang, which does not return the tokens"):
         sglang(FakeSglang(), "sampling.top_k=5")
 
 

@@ -1,7 +1,7 @@
 """This run's claim on its engines: leases where rltool's plugin runs, an eye on the weights elsewhere.
 
-A lease is taken before the first control call, renewed by a task of its own (a sync, in which nobody probes, may take
-longer than a lease lasts), and given back at the end. Whoever loses it does not fight back: the run ends, and says who
+A lease is taken before the first control call, renewed by a task of its own (a sync, without probes, may take
+longer than a lease lasts), and given back at the end. A run that loses it does not fight back: it ends, and names who
 took the engine. So it does when the last engine without a plugin is left to another trainer
 (rollout/serving/foreign.py), and when a lease expires because something in this process keeps it from being renewed.
 """
@@ -28,9 +28,9 @@ from rltool.rollout.serving.foreign import ForeignWeights
 T = TypeVar("T")
 
 RENEWALS_PER_LEASE = 6
-"""So many may be lost on the way before the lease expires."""
+"""Renewals that may be lost before the lease expires."""
 LONGEST_INTERVAL = 5.0
-"""A run that lost its engines shall hear of it soon, however long its leases are."""
+"""A run that lost its engines notices it soon, however long its leases are."""
 CAN_LEAVE = (State.READY, State.STALE, State.SUSPECT)
 
 
@@ -66,7 +66,7 @@ class LeaseTerms:
 
 
 class EngineLeases:
-    """terms None: no leases are taken (nobody syncs)."""
+    """This run's leases. terms None: none are taken (no syncs)."""
 
     def __init__(self, engines: EngineSet, terms: LeaseTerms | None, *, run: str) -> None:
         self._client, self._fleet, self._clock, self._log = engines.client, engines.fleet, engines.clock, engines.log
@@ -75,7 +75,7 @@ class EngineLeases:
         self._held: dict[str, float] = {}
         """Engines whose leases were granted, and when that was asked for last."""
         self.lost: set[str] = set()
-        """Engines that are another's now: they are told nothing more, at the end of the run neither."""
+        """Engines that another run controls now: they are sent nothing more, not even at the end."""
         self._error: EngineTaken | LeaseExpired | None = None
         self._failed = asyncio.Event()
         self._background = Background(lambda failure: engines.log(str(failure)))
@@ -129,8 +129,8 @@ class EngineLeases:
             return await task
 
     async def synced(self, sync: Callable[[], Awaitable[S]]) -> S:
-        """The report of a sync. One that reached nobody may have been refused: then who holds the engines is asked at
-        once, for the error that the run ends with."""
+        """The report of a sync. One that reached no engine may have been refused: then who holds the engines is asked
+        at once, for the error that the run ends with."""
         self.check()
         try:
             report = await sync()
@@ -187,7 +187,7 @@ class EngineLeases:
     async def _each(
         self, step: Callable[[str], Awaitable[EngineTaken | None]], url: str
     ) -> EngineTaken | LeaseExpired | None:
-        """The step at one engine. What it raises keeps neither the others' leases nor the next try from anything."""
+        """The step at one engine. Its exception affects no other engine and no later try."""
         try:
             return await step(url)
         except Exception as error:
@@ -201,7 +201,8 @@ class EngineLeases:
             return expired
 
     async def _keep(self, endpoint: EngineEndpoint) -> EngineTaken | None:
-        """Why the run ends. An engine that says nothing is the fleet's business; that it is another's is ours."""
+        """Why the run ends. A silent engine is the fleet's concern; only one that another run has taken ends this
+        run."""
         with suppress(EngineError):
             answer = await self._ask(endpoint, "renew")
             if answer is not None and not answer.granted:

@@ -117,7 +117,7 @@ class FleetMonitor:
         self._log(str(failure))
 
     async def _canary(self, url: str) -> None:
-        """Asks an engine whose requests fail, or of which nobody knows: only a request shows that it works.
+        """Asks an engine whose requests fail, or whose state is unknown: only a request shows that it works.
 
         No answer in time counts as a failure unless the engine has requests waiting: then this one waits among them.
         """

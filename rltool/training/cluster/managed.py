@@ -3,7 +3,7 @@ trainer's, and ends them.
 
     ManagedEngines.start     one actor on each host that has engines; ports; the plan; all processes begin
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
-                   close     all are ended, whichever way the run ends
+                   close     all are ended, however the run ends
 
 Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are
 watched here, in a thread.
@@ -175,7 +175,7 @@ class ManagedEngines:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
             except RltoolError as error:
                 self._console.log(f"ending the engines: {error}")
-        # Where Ray was lost nobody has ended them; on this host they are found by their records.
+        # Where Ray was lost they still run; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])
         if self._started:

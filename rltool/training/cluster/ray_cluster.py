@@ -70,10 +70,10 @@ def ray_cluster(
             ray.shutdown()
         return
     cpus = config.num_cpus or max(1.0, plan.total("CPU"))
-    # Ray calls home by default; a training run on somebody's cluster has no business doing so.
+    # Ray calls home by default; a training run must not.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _ray_files(logs) as directory:
-        # "local", or Ray would join whatever cluster was last started on this host, alive or not.
+        # "local", or Ray would join the cluster that was last started on this host, alive or not.
         options = {
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
             "_node_ip_address": LOOPBACK, "include_dashboard": False, "_temp_dir": str(directory), **_common(),
@@ -94,7 +94,7 @@ def ray_cluster(
 
 @contextmanager
 def _ray_files(logs: Path | None) -> Iterator[Path]:
-    """A directory for a local Ray, which opens whatever it makes to all users of the host: so it lies below one that
+    """A directory for a local Ray, which opens all that it makes to all users of the host: so it lies below one that
     they cannot enter. What killed runs have left of theirs is removed first."""
     remove_abandoned()
     with temporary_directory(len(_SOCKET)) as directory:
@@ -218,7 +218,7 @@ def _knock(address: str, timeout: float) -> None:
     node that is starting beside this command (docs/hosts.md) has so long.
 
     ray.init asks such an address again for minutes, with nothing but warnings of its C++ part. Of "auto" and of a Ray
-    client's ray://HOST:PORT Ray itself says at once, or soon, that nobody is there.
+    client's ray://HOST:PORT Ray itself soon reports that no server is there.
     """
     found = _HOST_PORT.fullmatch(address)
     if found is None:

@@ -106,7 +106,7 @@ class Generation:
         lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
         return Parts(
             served_name=next((info.model_id for info in infos), "policy"),
-            # Agents are told by the gateway when a conversation becomes longer than the trainer could take.
+            # The gateway refuses a turn when a conversation becomes longer than the trainer could take.
             max_model_len=min([*lengths, sampling.max_prompt_tokens + sampling.max_response_tokens]),
             tokenizer=self._config.model.path.absolute(),
             endpoints=(router,) if router is not None else (),

@@ -1,12 +1,12 @@
 """Engines that join and leave a living run.
 
 An engine joins once it has answered and passed the checks of the run's first engines (training/checks/preflight.py);
-until then it is asked again and again, and is no member of the fleet: nobody may sync or sample it. It serves after its
+until then it is asked again and again, and is no member of the fleet: it is not synced or sampled. It serves after its
 first weight sync.
 
 An engine leaves in order: no new request (DRAINING, out of the router); what it has is finished, or after
 deadlines.drain aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a
-weight sync is in progress it leaves after that. Whoever says `remove` is answered at once, and may look on.
+weight sync is in progress it leaves after that. `remove` is answered at once; repeat it to see the progress.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DRAIN_POLL_SECONDS = 0.2
 ABORTED_SECONDS = 10.0
 """For aborted requests to come back with what they have."""
 REPLY_SECONDS = 1.0
-"""How long the reply to `remove` waits for the engine to get nothing new; it says so where a sync takes longer."""
+"""How long the reply to `remove` waits for the engine to get nothing new; it reports where a sync takes longer."""
 REMOVED = "removed by its owner"
 
 
@@ -58,7 +58,7 @@ class _Draining:
 
 
 class FleetMembership:
-    """weights None: nobody sends any."""
+    """weights None: none are sent."""
 
     def __init__(
         self, config: TrainConfig, engines: EngineSet, oversight: Oversight, plane: DataPlane,
@@ -85,7 +85,7 @@ class FleetMembership:
         self._check_key(endpoint)
         self._check_role(endpoint)
         await self._cancel_removal(url)
-        if self._is_member(url):  # it was told to leave, and had not begun to
+        if self._is_member(url):  # its removal was cancelled before it began
             return self.row(url)
         try:
             info = await self._ask(endpoint)
@@ -102,7 +102,7 @@ class FleetMembership:
         joining.task = self._background.start(self._wait_for(joining), f"waiting for {endpoint.url}")
 
     async def remove(self, url: str) -> EngineStatus:
-        """Have an engine leave; asking again tells how far it is. Raises UnknownEngine."""
+        """Have an engine leave; asking again shows the progress. Raises UnknownEngine."""
         joining = self._joining.pop(url, None)
         if joining is not None:
             await _end(joining.task)
@@ -137,11 +137,11 @@ class FleetMembership:
         return self._member_row(self._fleet.member(url), self._draining.get(url), now)
 
     def present(self) -> tuple[EngineEndpoint, ...]:
-        """The engines that a run which resumes would begin with: members that have not been told to leave."""
+        """The engines that a run which resumes would begin with: members that are not leaving."""
         return tuple(m.endpoint for m in self._fleet.members() if m.url not in self._draining)
 
     async def close(self) -> None:
-        """Nobody joins or leaves any more."""
+        """No engine joins or leaves any more."""
         await self._background.close()
 
     # -- joining
@@ -159,7 +159,7 @@ class FleetMembership:
 
     async def _ask(self, endpoint: EngineEndpoint) -> EngineInfo:
         """Raises UsageError for what will not change by waiting (a wrong key, no engine), EngineError for the rest."""
-        seconds = 0.6 * self._config.deadlines.preflight  # whoever asked waits for deadlines.preflight in all
+        seconds = 0.6 * self._config.deadlines.preflight  # the caller waits for deadlines.preflight in all
         try:
             async with asyncio.timeout(seconds):
                 return await self._client.probe(endpoint, timeout=seconds)
@@ -193,7 +193,7 @@ class FleetMembership:
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         check_rollout_engines(self._config, {url: info}, router=alone.data_url)
         self._refuse_member(url)  # meanwhile
-        # First: a member is brought to the run's weights by whichever sync comes next.
+        # First: a member is brought to the run's weights by the next sync.
         await self._leases.admit(endpoint, info)
         self._refuse_member(url)
         takes_weights = self._weights is not None and endpoint.takes_weights
@@ -234,7 +234,7 @@ class FleetMembership:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def _requests_at(self, url: str) -> int:
-        """Behind a router the engine itself is asked: nobody else knows which requests it was given."""
+        """Behind a router the engine itself is asked: only it knows its requests."""
         if self._router is None:
             return self._plane.in_flight_at(url)
         engine = self._fleet.find(url)
@@ -244,12 +244,12 @@ class FleetMembership:
             load = await self._client.load(engine.endpoint)
         except EngineUnreachable:  # it is gone, and with it its requests
             return 0
-        except EngineError:  # it does not tell: until the deadline it may have some
+        except EngineError:  # not reported: until the deadline it may have some
             return 1
         return load.running + load.waiting
 
     async def _cancel_removal(self, url: str) -> None:
-        """An engine that was told to leave is added again: it stays if it has not begun to leave."""
+        """An engine that is leaving is added again: it stays if its drain has not begun."""
         draining = self._draining.pop(url, None)
         if draining is None:
             return

@@ -42,7 +42,7 @@ class EngineHooks:
 
 class PolicyEngines:
     """`start` first, `close` last. found: the engines that the run begins with; engines, book: new ones, without a
-    member. trainer None: nobody sends these engines weights. lease: how they are taken; None: without a lease."""
+    member. trainer None: these engines are sent no weights. lease: how they are taken; None: without a lease."""
 
     def __init__(
         self, config: TrainConfig, found: Engines, engines: EngineSet, book: VersionBook, *, trainer: Trainer | None,
@@ -53,7 +53,7 @@ class PolicyEngines:
         for endpoint in found.endpoints:
             takes_weights = trainer is not None and endpoint.takes_weights
             self.fleet.add_probed(endpoint, found.infos[endpoint.url], takes_weights=takes_weights)
-        self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
+        self.fleet.take_transitions()  # the first engines' joining is no event
         self.leases = EngineLeases(engines, lease, run=book.lineage.run)
         self.plane = DataPlane(
             engines, router=found.router, requests_per_engine=config.rollout.requests_per_engine,

@@ -61,7 +61,7 @@ GUARD_SECONDS = 1.0
 
 
 class RolloutService:
-    """`start` first, `close` last. syncing None: the engines' weights are somebody else's, and their versions are not
+    """`start` first, `close` last. syncing None: the engines' weights are not ours, and their versions are not
     judged."""
 
     def __init__(
@@ -93,7 +93,7 @@ class RolloutService:
     async def start(self) -> str:
         """Read all data, import what the configuration names, open connections. Returns one line on the data.
 
-        UsageError for whatever is wrong there.
+        UsageError for what is wrong there.
         """
         config = self._config
         summary = await asyncio.to_thread(self._load)
@@ -207,7 +207,7 @@ class RolloutService:
         )  # fmt: skip
 
     async def _end_engine(self, url: str, why: str) -> None:
-        assert self._turns is not None, "before there are turns nobody syncs"
+        assert self._turns is not None, "syncs begin after colocation is set up"
         await self._turns.end(url, why)
 
     async def close(self) -> list[str]:
@@ -267,7 +267,7 @@ class RolloutService:
         """
         self._step = step
         if self._syncing is None:
-            self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
+            self._book.publish(step)  # no syncs: what the engines hold is taken for the present weights
         async with self._weights.stale_engines_meanwhile() if self._weights else nullcontext():
             collected = await self._leases.unless_taken(self.collector.next(step))
         return await self._to_rollout(collected, step)

@@ -86,7 +86,7 @@ class WeightUpdates:
 
     async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
         """Do these engines hold the present weights? Answered when the ranks are idle next, while the driver waits for
-        a batch. One that does not serve holds others, or nobody knows which."""
+        a batch. One that does not serve holds others, or unknown ones."""
         asked = _Asked(urls, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         self._wake.set()
@@ -168,13 +168,13 @@ def _not_serving(member: Member) -> Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A comparison that somebody waits for."""
+    """A comparison that a caller waits for."""
 
     urls: Sequence[str]
     answer: asyncio.Future[dict[str, Verdict]]
 
     def settle(self, outcome: dict[str, Verdict] | Exception) -> None:
-        if self.answer.done():  # nobody waits any more
+        if self.answer.done():  # no caller waits any more
             return
         if isinstance(outcome, Exception):
             self.answer.set_exception(outcome)

@@ -1,4 +1,4 @@
-"""What a living run has measured lately, for whoever asks the driver's endpoint: `rltool top`, and Prometheus."""
+"""A living run's latest measurements, at the driver's endpoint for `rltool top`, and Prometheus."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class MetricsWriter:
         for logger in list(self._loggers):
             try:
                 logger.log(step, finite)
-            except Exception as error:  # whatever a client library raises when its server has gone
+            except Exception as error:  # a client library may raise anything when its server has gone
                 self._loggers.remove(logger)
                 self._failed(logger, "failed and gets nothing more", error)
 

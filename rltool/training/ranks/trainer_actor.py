@@ -49,7 +49,7 @@ class TrainerActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just
         now)."""
-        # In a local cluster Ray still names the host's outer address, whatever it was given; the ranks have no business
+        # In a local cluster Ray still names the host's outer address, regardless of options; the ranks have no business
         # there.
         node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
         held = reserve_ports(1, host=node)

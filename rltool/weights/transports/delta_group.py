@@ -65,7 +65,7 @@ class DeltaGroupSender(SenderTransport):
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
         part = self.encoder.part(self._shard)
         if part is None:
-            raise TransportError("this connection is given up, and the others have gone on")
+            raise TransportError("this connection was aborted, and the others have gone on")
         if self._wholes is None:
             self._log(Kind.PATCH, flat_of(part.patch))
         else:

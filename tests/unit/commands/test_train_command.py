@@ -134,4 +134,4 @@ def test_a_fresh_run_is_named_only_where_it_is_made(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("rltool.training.observe.report.print_plan", lambda *_: print("the plan"))
     assert train(capsys, "--dry-run") == (0, "the plan\n")
     monkeypatch.setattr("rltool.commands.train.finish", lambda *_, **__: None)
-    assert "(a fresh run)" in train(capsys)[1]
+    assert "(a new run)" in train(capsys)[1]

@@ -220,7 +220,7 @@ def test_a_model_with_one_label_needs_no_choice_and_one_with_several_does(reward
     one = reward_dir(id2label={"0": "LABEL_0"})
     check_reward_models(asks(one), [])
     three = reward_dir(id2label={"2": "good", "0": "bad", "1": "so-so"})
-    with pytest.raises(UsageError, match=r"3 labels \(0 bad, 1 so-so, 2 good\); say which.*label = NUMBER"):
+    with pytest.raises(UsageError, match=r"3 labels \(0 bad, 1 so-so, 2 good\); name the reward's.*label = NUMBER"):
         check_reward_models(asks(three), [])
     check_reward_models(asks(three, label=2), [])
     for label in (3, -1, "good"):

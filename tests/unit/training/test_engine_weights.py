@@ -118,7 +118,7 @@ def test_what_holds_for_an_engine_is_sound_by_itself_and_has_a_store_where_it_ta
 @pytest.mark.parametrize(
     ("sections", "settings", "message"),
     [
-        ([{"transport": "disk"}], {}, 'says of no engine.*match = "10.8.*" or group = "NAME"'),
+        ([{"transport": "disk"}], {}, 'selects no engine.*match = "10.8.*" or group = "NAME"'),
         ([{"match": "", "transport": "disk"}], {}, "at least 1 character"),
         ([{"match": "a:*"}], {}, 'match = "a:\\*": sets nothing: give transport, staged or delta'),
         ([{"match": "a:*", "group": "b"}], {}, 'match = "a:\\*" and group = "b": sets nothing'),
