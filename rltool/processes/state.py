@@ -145,7 +145,7 @@ def state_file(run: RunDirectory, role: str) -> Path:
 def where_to_stop(run: RunDirectory, state: ProcessState) -> str:
     """What to do about a process of another host, for people."""
     return (
-        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone can tell "
+        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone knows "
         f"whether it lives: stop it there, or remove {state_file(run, state.role)} if that host is gone"
     )
 
