@@ -215,7 +215,7 @@ class DataPlane:
                 if failures >= POISONOUS_AFTER:
                     self.counts["poisonous_requests"] += 1
                     raise PoisonousRequest(
-                        f"failed at {failures} engines that serve other requests; {self._describe(error)}"
+                        f"failed {failures} times at engines that serve other requests; {self._describe(error)}"
                     ) from error
             finally:
                 self._withdrawn.pop(attempt, None)
