@@ -18,7 +18,7 @@ class LoggedConsole(Console):
         self._file_console = Console(file=log.open("a", encoding="utf-8"), width=LOG_WIDTH, no_color=True)
         self._path, self._failed = log, False
 
-    def log(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         """`print` of one line."""
         self.print(line)
 

@@ -117,7 +117,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         end_left_behind(run, report=console.print)
         console.print(f"placement: {prepared.plan.describe()}")
         if prepared.gpus:
-            console.log(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
+            console.log_line(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:
             _describe(prepared, run, console)
         sends = _hosts_rendezvous(prepared) or prepared.expected is not None
@@ -126,7 +126,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stop.consequence = "the start was cancelled; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
-        with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.log):
+        with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.log_line):
             stack.enter_context(
                 ray_cluster(
                     config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
@@ -134,7 +134,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
                 )
             )
         stop.arm()
-        with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.log):
+        with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.log_line):
             group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
             places = find_places(
                 config.ray, group, prepared.plan.bundles, deadlines.placement, look, shared=prepared.plan.shares_gpus
@@ -151,15 +151,15 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         ranks = f"{config.trainer.world_size} rank{'s' if config.trainer.world_size > 1 else ''}"
         with waiting(
             f"building the model on {ranks} (trainer.rendezvous_timeout = {config.trainer.rendezvous_timeout:g} s)",
-            console.log,
+            console.log_line,
         ):
             trainer.start(config.policy_optimizer_steps, look)
         stack.push(_closing(trainer))
         devices = describe_devices(prepared.plan.device, trainer.devices)
-        console.log(f"trainer: {devices}")
+        console.log_line(f"trainer: {devices}")
         write_json_atomic(run.config_file, {**settings, "facts": run_facts(config, devices, prepared.fleet)})
         from_where = prepared.resume_from or config.model.path
-        with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.log):
+        with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.log_line):
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         if managed is not None:
@@ -167,13 +167,13 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
                 trainer.offload()
                 _begin(managed, console, look)
             with waiting(
-                "waiting for the engines (engines.groups: ready_timeout)", console.log,
+                "waiting for the engines (engines.groups: ready_timeout)", console.log_line,
                 still=lambda: managed.starting,
             ):  # fmt: skip
                 prepared = with_engines(prepared, managed.wait(look))
             config = prepared.config
             _describe(prepared, run, console)
-        with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.log):
+        with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.log_line):
             processes = managed.handles() if managed is not None else None
             engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack, processes)
             source = _source(prepared, engines)
@@ -212,7 +212,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stack.callback(recording.close)
         samples = SampleLog(run.samples_dir)
         stops = config.checkpoint.on_save_failure == "stop"
-        exports = HfExports(trainer, run, console.log, stops=stops)
+        exports = HfExports(trainer, run, console.log_line, stops=stops)
         parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
@@ -223,7 +223,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         newest = latest_checkpoint(run.checkpoints_dir)
         if loop.between_updates:
             if config.checkpoint.save_hf_at_end:
-                console.log("no export (checkpoint.save_hf_at_end): the ranks hold half a step; use convert-ckpt")
+                console.log_line("no export (checkpoint.save_hf_at_end): the ranks hold half a step; use convert-ckpt")
             return Outcome(done.step, newest, None, stop.exit_code, stopped_by, gave_up=True)
         if config.checkpoint.save_hf_at_end:
             exports.save(done.step, final=True)
@@ -231,7 +231,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
 
 
 def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> None:
-    with waiting("starting the engines", console.log):
+    with waiting("starting the engines", console.log_line):
         managed.start(look)
 
 
@@ -241,11 +241,11 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
     for line in describe_engines(prepared.fleet, prepared.config):
         console.print(line)
     for name, engines in prepared.models.items():
-        console.log(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
+        console.log_line(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
     if prepared.evaluation is not None:
-        console.log(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
+        console.log_line(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
     if prepared.config.weights.engines:
-        console.log(describe_routes(prepared.fleets, prepared.config, prepared.device))
+        console.log_line(describe_routes(prepared.fleets, prepared.config, prepared.device))
     warnings = [line for fleet in prepared.fleets for line in foreign_weights(fleet, run.run_id)]
     for line in [*warnings, *idle_rules(prepared.fleets, prepared.config.weights)]:
         console.print(line, style="yellow")

@@ -119,7 +119,7 @@ class ManagedEngines:
         ports = {key: found for at in held for key, found in at.items()}
         plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
         for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
-            self._console.log(line)
+            self._console.log_line(line)
         self._launches, self._started = plan.launches, True
         self._all(
             [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
@@ -139,8 +139,8 @@ class ManagedEngines:
         }
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
         group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
-        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.log)
-        self._routers.enter_context(Watching(group, self._console.log))
+        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.log_line)
+        self._routers.enter_context(Watching(group, self._console.log_line))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 
     def _seeing(self, look: Waiting) -> Waiting:
@@ -174,7 +174,7 @@ class ManagedEngines:
             try:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
             except RltoolError as error:
-                self._console.log(f"ending the engines: {error}")
+                self._console.log_line(f"ending the engines: {error}")
         # Where Ray was lost they still run; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])

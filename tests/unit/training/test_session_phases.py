@@ -80,8 +80,8 @@ def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
     screen = StringIO()
     console = LoggedConsole(Console(file=screen, width=200), tmp_path / "train.log")
     console._file_console.file = FullDisk()
-    console.log("step 1")
-    console.log("step 2")
+    console.log_line("step 1")
+    console.log_line("step 2")
     assert screen.getvalue().splitlines() == [
         "step 1", f"{tmp_path}/train.log cannot be written: No space left on device", "step 2",
     ]  # fmt: skip
