@@ -113,8 +113,8 @@ class EngineGroup(Config):
             )
         if self.count < self.engines_per_gpu:
             raise ValueError(
-                f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: memory of the GPUs is left to "
-                "nobody"
+                f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: GPU memory would be "
+                "left unused"
             )
         return self
 

@@ -109,7 +109,7 @@ def _reports_death(engine: EngineEndpoint) -> bool:
 
 
 def _driver_row(state: ProcessState, driver: Driver, statuses: list[RunStatus]) -> ProcessStatus:
-    """The living driver; its status of the run goes into `told`."""
+    """The living driver; its status of the run goes into `statuses`."""
     health, version = "ok", None
     try:
         status = driver.status()

@@ -120,7 +120,7 @@ class FollowingFleet(Fleet):
         """The boot id of each engine in the last view."""
 
     def probe_succeeded(self, url: str, info: EngineInfo, *, sent_at: float) -> None:
-        # An engine may be probed between its update and the view that says so: its new version is no fault.
+        # An engine may be probed between its update and the view that shows it: its new version is no fault.
         super().probe_succeeded(url, replace(info, weight_version=None), sent_at=sent_at)
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:

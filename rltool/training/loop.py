@@ -40,7 +40,7 @@ SAVES = "what is in progress comes to its end first, then a checkpoint is writte
 """What a signal does from the first finished step on."""
 
 GIVES_UP = (
-    "the training on this rollout is given up after the optimizer step in progress; nothing else is lost, for what was "
+    "the training on this rollout is dropped after the optimizer step in progress; nothing else is lost, for what was "
     "done before is saved"
 )
 FINISHES = (

@@ -68,7 +68,7 @@ class Outcome:
 
     checkpoint: the newest of this run, None where there is none. parameter_hash: sha256 over all parameters of all
     ranks, comparable between runs of one parallel layout; None where this command trained nothing, or the training on a
-    rollout was given up. stopped_by: the signal that ended it before its last step. gave_up: between two optimizer
+    rollout was dropped. stopped_by: the signal that ended it before its last step. gave_up: between two optimizer
     steps of one rollout, after steps that are saved.
     """
 

@@ -235,7 +235,7 @@ def test_ctrl_c_in_the_training_on_a_rollout_ends_it_between_two_optimizer_steps
         epochs.process.send_signal(signal.SIGINT)
         assert epochs.end() == 130
         assert time.monotonic() - begun < 40 and "Traceback" not in epochs.said()
-        assert "Ctrl-C: the training on this rollout is given up after the optimizer step in progress" in epochs.said()
+        assert "Ctrl-C: the training on this rollout is dropped after the optimizer step in progress" in epochs.said()
         assert epochs.newest() == done and epochs.processes() == []
     go_on(job, "epochs")
 

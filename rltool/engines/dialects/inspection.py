@@ -23,7 +23,7 @@ from rltool.engines.types import EngineInfo, HttpRequest, TokenScores, json_list
 from rltool.errors import MissingLogprobs, UsageError
 
 MAX_LOGPROBS = 256
-"""Of vLLM servers that rltool starts, unless --max-logprobs says otherwise; vLLM's own default is 20
+"""Of vLLM servers that rltool starts, unless --max-logprobs is set; vLLM's own default is 20
 (vllm/config/model.py)."""
 NO_SUCH_ROUTE = 404
 """What supported versions answer on the routes that later ones added."""

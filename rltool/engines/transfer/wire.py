@@ -13,7 +13,7 @@ nccl
     info announces several: `bucket_sizes` has the number of names in each.
 ipc
     Init info {transport: "ipc", handles}: UUID of a GPU -> base64 of the CUDA IPC handle of memory there, which the
-    trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} says that
+    trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} means that
     its bucket lies at the beginning of that memory, where it stays until the request is answered.
 delta
     Init info {transport: "delta"}. POST /rltool/prefetch {version, seconds, store} has every worker fetch the version

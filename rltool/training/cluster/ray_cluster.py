@@ -109,8 +109,8 @@ def _ray_files(logs: Path | None) -> Iterator[Path]:
 
 def _leave_lost(before: set[psutil.Process]) -> None:
     """A Ray that has lost a process of its own: asked to shut down, it would wait for that a minute, and then end this
-    process; not asked, its library crashes in the end of the interpreter. So there is none: what `rltool` says last is
-    said by then."""
+    process; not asked, its library crashes in the end of the interpreter. So there is none: the last line of `rltool`
+    is printed by then."""
 
     def leave() -> None:
         sys.stdout.flush()

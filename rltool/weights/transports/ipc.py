@@ -24,8 +24,7 @@ from rltool.weights.transports.sglang_tensors import serialized_bucket
 
 
 class IpcSender(SenderTransport):
-    """The channel's thread fills the buffer, and waits for what `ready` is
-    told."""
+    """The channel's thread fills the buffer, and waits for `ready`."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.device = options.device

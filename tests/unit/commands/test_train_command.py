@@ -54,7 +54,7 @@ SAVED = Path("checkpoints/step_3")
         ),
         (
             Outcome(3, SAVED, None, 130, "Ctrl-C", gave_up=True),
-            "stopped by Ctrl-C after step 3; the training on the next rollout was given up",
+            "stopped by Ctrl-C after step 3; the training on the next rollout was dropped",
         ),
         (
             Outcome(0, None, None, 0, "SIGTERM"),

@@ -324,10 +324,10 @@ def stops_in_update(number, run):
 @pytest.mark.parametrize(
     ("every_steps", "stops_in", "updates", "done", "saves", "says"),
     [
-        (1, 5, 5, 1, [1], "given up after the optimizer step in progress"),  # of two epochs of two: the first
+        (1, 5, 5, 1, [1], "dropped after the optimizer step in progress"),  # of two epochs of two: the first
         (1, 8, 8, 2, [1, 2], "then a checkpoint is written"),  # the last
         (0, 5, 8, 2, [2], "come to their end first, for steps before it are in no checkpoint"),
-        (0, 2, 2, 0, [], "given up after the optimizer step in progress"),
+        (0, 2, 2, 0, [], "dropped after the optimizer step in progress"),
     ],
 )
 def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cost_steps_before_it(
