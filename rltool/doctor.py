@@ -95,7 +95,7 @@ class Facts(BaseModel):
     python: str
     executable: Path
     source: Path | None
-    """The checkout that rltool was installed from; None: a wheel, or whatever pip was given."""
+    """The checkout that rltool was installed from; None: a wheel, or another source."""
     platform: str
     cpus: int
     memory: int

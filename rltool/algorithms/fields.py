@@ -175,7 +175,7 @@ def record(*, frozen: bool = False, kw_only: bool = False) -> Callable[[type[T]]
 @record(frozen=True, kw_only=True)
 class LossFields(Record):
     """[T] of the batch's tokens or [N] of its samples; in LossTokens [R] each, at the loss tokens. Float32 and None
-    where it was not made, unless said otherwise."""
+    where it was not made, unless noted."""
 
     old_logprobs: Tensor | None = token()
     """Trainer's log-probability before the first optimizer step."""
@@ -203,7 +203,7 @@ class LossFields(Record):
 
 @record(frozen=True, kw_only=True)
 class BatchFields(LossFields):
-    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless said otherwise."""
+    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless noted."""
 
     tokens: Tensor = token("int64", required=True)
     """Int64, prompt then response of each sample."""

@@ -1,4 +1,4 @@
-"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py says which
+"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py has which
 of them belong together."""
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class AlgorithmConfig(Config):
     all others as one; a term of the loss, differentiated through the policy's probabilities. Needs a teacher as well.
     0: none."""
     distill_top_k: int = Field(default=20, ge=1)
-    """How many of the teacher's tokens distill_kl_coef's term tells apart. vLLM gives no more than its --max-logprobs,
-    256 where rltool starts it, 20 by its own default."""
+    """How many of the teacher's tokens distill_kl_coef's term distinguishes. vLLM gives no more than its
+    --max-logprobs, 256 where rltool starts it, 20 by its own default."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
-    none."""
+    """DAPO's soft length penalty: the reward falls linearly over this many last tokens of sampling.max_response_tokens;
+    0: none."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
@@ -93,8 +93,8 @@ class AlgorithmConfig(Config):
     """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
     (Ziegler et al. 2019); None: kl_coef throughout."""
     reference_update_steps: int = Field(default=0, ge=0)
-    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
-    loaded first."""
+    """Interval in training steps at which the reference becomes the current policy; 0: it stays the model that
+    was loaded first."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -109,7 +109,7 @@ class AlgorithmConfig(Config):
     first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
     the weights that sampled each token."""
     mask_tokens_older_than: int | None = Field(default=None, ge=0)
-    """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
+    """No loss on tokens that were sampled more than this many training steps ago; None: all are trained on."""
 
     is_weights: Weights = Unweighted()
     """Weights of tokens by how likely the trainer's old policy was to draw them, see below. A kind alone may stand in
@@ -150,7 +150,7 @@ class AlgorithmConfig(Config):
     def logits_temperature(self, sampling_temperature: float) -> float:
         """What the trainer divides its logits by: the temperature that its tokens were sampled at.
 
-        1 for supervised training, whose targets nobody sampled.
+        1 for supervised training, whose targets were not sampled.
         """
         return 1.0 if self.loss == "sft" else sampling_temperature
 
@@ -202,7 +202,7 @@ class AlgorithmConfig(Config):
 
     @property
     def selects_by_entropy(self) -> bool:
-        """The old policy's entropy says which tokens have a policy loss."""
+        """The old policy's entropy selects the tokens with a policy loss."""
         return self.top_entropy_fraction < 1
 
     @property
@@ -246,6 +246,6 @@ class CriticConfig(Config):
     clip_grad: float = Field(default=1.0, ge=0)
     """Limit of the gradient norm of the critic; 0 does not clip."""
     warmup_rollouts: int = Field(default=0, ge=0)
-    """In the first so many steps of the run only the critic trains."""
+    """Steps at the start of the run in which only the critic trains."""
     updates_per_optimizer_step: int = Field(default=1, ge=1)
     """Updates of the critic on the samples of each optimizer step of the policy."""

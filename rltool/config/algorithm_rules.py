@@ -50,7 +50,7 @@ EFFECTIVE: dict[str, Needs] = {
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     "top_entropy_fraction": Needs(
         lambda a: a.old_logprobs == "trainer",
-        'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
+        'algorithm.old_logprobs = "trainer": the engines do not report entropies',
     ),
     "clip_cov_low": _CLIP_COV,
     "clip_cov_high": _CLIP_COV,
@@ -199,7 +199,7 @@ def _check_greedy_baseline(config: TrainConfig) -> None:
     if config.rollout.agent is not None:
         raise ValueError(
             'algorithm.advantage = "remax" needs a greedy episode of each prompt, and with rollout.agent the gateway '
-            'samples every turn as [sampling] says; use algorithm.advantage = "rloo"'
+            'samples every turn by [sampling]; use algorithm.advantage = "rloo"'
         )
     if config.reward.group != "none":
         raise ValueError(

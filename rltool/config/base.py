@@ -52,7 +52,7 @@ class Config(BaseModel):
 
     A number is neither text nor a bool, and neither infinite nor NaN: `steps = true` or `lr = inf` would go through
     half of a run before something fails. An integer has at most 64 bits, and is accepted where a float is expected, not
-    the other way round. A field for which inf has a meaning says so with Field(allow_inf_nan=True).
+    the other way round. A field for which inf has a meaning has Field(allow_inf_nan=True).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)

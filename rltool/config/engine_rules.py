@@ -29,7 +29,7 @@ def check_engines(config: TrainConfig) -> None:
     if engines.external:
         raise ValueError(
             f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
-            "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
+            "external engines are not started by the run; leave engines.mode out, or leave the addresses out"
         )
     if engines.router is not None:
         raise ValueError(
@@ -77,7 +77,7 @@ def _check_weights_in_turns(weights: WeightsConfig, rule: EngineWeights | None, 
 
 
 def _setting(name: str, rule: EngineWeights | None) -> str:
-    """Where it was said: in [weights], or in a section of weights.engines."""
+    """Where it was set: in [weights], or in a section of weights.engines."""
     if rule is None or name not in rule.settings:
         return f"weights.{name}"
     return f"weights.engines ({rule.whom}): {name}"

@@ -1,5 +1,5 @@
 """Keys of earlier releases, each with the key that took its place, or with why there is none: the loader refuses them
-and says so."""
+with an error that names the new one."""
 
 from __future__ import annotations
 

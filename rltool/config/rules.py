@@ -70,7 +70,7 @@ def check_sampling(config: TrainConfig) -> None:
 
 
 def _check_truncated(config: TrainConfig) -> None:
-    """The engines tell which tokens were left to choose from, and everything is about these."""
+    """The engines report which tokens were left to choose from, and everything is about these."""
     sampling = config.sampling
     said = f"sampling.top_p = {sampling.top_p:g} and sampling.top_k = {sampling.top_k}"
     if sampling.top_k < 0:
@@ -115,7 +115,7 @@ def check_evaluation(config: TrainConfig) -> None:
 
 
 def _check_best_metric(config: TrainConfig) -> None:
-    """What tells the best checkpoint is measured, as far as that is known beforehand."""
+    """What ranks checkpoints is measured, as far as that is known beforehand."""
     metric = config.checkpoint.best_metric
     if metric is None or not metric.startswith("eval/"):
         return
@@ -234,7 +234,7 @@ def check_models(config: TrainConfig) -> None:
     for name, model in config.models.items():
         if model.update_weights:
             raise ValueError(
-                f"models.{name}.update_weights = true: a run updates its policy alone, so nobody would; leave it out"
+                f"models.{name}.update_weights = true: a run updates only its policy; leave it out"
             )
         if model.sleep == "disk" and not (
             config.engines.shares_gpus and any(group.model == name for group in config.engines.groups)

@@ -131,7 +131,7 @@ class TrainerConfig(Config):
             raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(
-                f'recompute_layers says how many layers recompute = "full" covers, but recompute is "{self.recompute}"'
+                f'recompute_layers is how many layers recompute = "full" covers, but recompute is "{self.recompute}"'
             )
         return self
 
@@ -163,7 +163,7 @@ class CheckpointConfig(Config):
     every_steps: int = Field(default=0, ge=0)
     """0: only at the end, on SIGTERM and on a stop."""
     save_at_end: bool = True
-    """Also after the last step, whatever every_steps says. False: what ends a run early still writes one."""
+    """Also after the last step, regardless of every_steps. False: what ends a run early still writes one."""
     async_save: bool = False
     """Training goes on while a checkpoint is written; it waits only while its state is copied to the CPU's memory,
     which must hold that copy."""
@@ -180,7 +180,7 @@ class CheckpointConfig(Config):
     """Whether a checkpoint or a Hugging Face export that cannot be written ends the run, or is warned of (a checkpoint
     also counted). Those at the end of the run must succeed."""
     save_hf_every: int = Field(default=0, ge=0)
-    """Also export Hugging Face weights every so many steps; 0: never."""
+    """Also export Hugging Face weights after this many steps each; 0: never."""
     save_hf_at_end: bool = False
     """Export Hugging Face weights after the last step."""
 
@@ -209,7 +209,7 @@ class MonitorConfig(Config):
     tensorboard: bool = True
     """Write event files to RUN/tensorboard."""
     wandb_project: str | None = None
-    """Log to this project of Weights & Biases (`pip install 'rltool[wandb]'`); its own environment says the rest:
+    """Log to this project of Weights & Biases (`pip install 'rltool[wandb]'`); its own environment sets the rest:
     WANDB_API_KEY, WANDB_MODE=offline."""
     mlflow_experiment: str | None = None
     """Log to this experiment of MLflow (`pip install 'rltool[mlflow]'`); MLFLOW_TRACKING_URI names the server."""

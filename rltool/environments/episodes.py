@@ -1,4 +1,4 @@
-"""Episodes: the policy and an environment speak in turns, and each episode becomes one sample.
+"""Episodes: the policy and an environment take turns, and each episode becomes one sample.
 
 What the model reads is tokenised once, by the chat template, and appended as ids without loss; what it has sampled is
 kept as it was sampled, with its log-probabilities and weight versions, and is never tokenised again.
@@ -134,7 +134,7 @@ class Episodes:
         self, talk: Conversation, reply: Message, step: Step, stop_id: int | None
     ) -> tuple[Conversation, Suffix]:
         if not step.messages:
-            raise EpisodeFailed("step: neither done nor a message: nothing would be said to the model")
+            raise EpisodeFailed("step: neither done nor a message: the model would get no input")
         recorded = (*talk.messages, reply)
         following = replace(talk, messages=(*recorded, *step.messages))
         return following, await self._on_cpu(self._renderer.observation, recorded, following, stop_id)

@@ -23,7 +23,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default).
 
-    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say
+    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must have
         the same.
     """
     use_group_step_adamw()

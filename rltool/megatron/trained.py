@@ -58,7 +58,7 @@ class Setup:
 class TrainedModel(ABC):
     """One model in training. `gpt` is the model, `ddp` the same with its gradients' buffers around it.
 
-    A subclass says how it is built and what it computes from hidden states.
+    A subclass defines how it is built and what it computes from hidden states.
     """
 
     own_part: ClassVar[str | None] = None

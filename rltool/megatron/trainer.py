@@ -1,6 +1,6 @@
 """One rank of the trainer: log-probabilities, one optimizer step at a time, weights out, state for checkpoints.
 
-Plain Python around Megatron-core: whoever calls it decides about processes. Everything here is collective: all ranks
+Plain Python around Megatron-core: its caller decides about processes. Everything here is collective: all ranks
 call the same methods in the same order, from one thread each. Files of checkpoints are the business of
 rltool.checkpoints.
 """
@@ -243,7 +243,7 @@ class MegatronTrainer(TrainedModel):
         return logprobs, entropy, *self._on_all_context_ranks(micro, found.topk), tail
 
     def _head(self) -> dict[str, Any]:
-        """What all functions of the output head are told."""
+        """The arguments of all functions of the output head."""
         return {
             "temperature": self.temperature,
             "vocab_size": self.family.vocab_size,

@@ -31,7 +31,7 @@ def family_for(hf_config: dict[str, Any]) -> Family:
         found = ", ".join(architectures) or "none named"
         raise UsageError(
             f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
-            f"A family is about a screen of code: {HOW_TO_ADD}, tells how to add one"
+            f"A family is about a screen of code: {HOW_TO_ADD}, describes how to add one"
         )
     try:
         return _BUILDERS[known[0]](hf_config)

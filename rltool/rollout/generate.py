@@ -1,6 +1,6 @@
 """From prompts to samples: the requests of one group, and what a custom generate function gets.
 
-This module knows neither engines nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
+This module knows no engines and no dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
 completions: the data plane, one engine, or a test. All samples of a prompt go into one request, so that the engine
 computes the prompt once.
 """
@@ -212,7 +212,7 @@ def _check_versions(sample: Sample, completion: Completion) -> None:
             else f"versions for {reached} of {len(completion.token_ids)} tokens: {completion.versions}"
         )
         raise EngineError(
-            f"{_name(sample)}: the engine reports {found}; without it nobody can tell which weights sampled a token"
+            f"{_name(sample)}: the engine reports {found}; without it the weights that sampled a token are unknown"
         )
 
 

@@ -32,8 +32,8 @@ class SourceState:
 
 
 def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:
-    """The rollout side after `done` training steps: batches from step `done` on are not trained, whoever holds them.
-    On the collector's event loop: groups go on meanwhile. Returns the state and the samples, which nobody changes any
+    """The rollout side after `done` training steps: batches from step `done` on are not trained, wherever they are.
+    On the collector's event loop: groups go on meanwhile. Returns the state and the samples, which no one changes any
     more.
 
     keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
@@ -41,7 +41,7 @@ def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict
     groups, samples = [], []
     for group in collector.ledger.groups():
         if group.state is GroupState.IN_HAND and collector.delivered <= done:
-            continue  # the batch of the last finished step: trained, though nobody has said so yet
+            continue  # the batch of the last finished step: trained, though not reported yet
         state = GroupState.READY if group.state in (GroupState.IN_HAND, GroupState.READY) else GroupState.PARTIAL
         kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
         groups.append(

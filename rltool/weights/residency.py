@@ -95,20 +95,20 @@ def residency_of(
 
     UsageError, a sentence without the engine's name, for one that was not started for that.
     """
-    speaks, levels = controls(info.dialect, plugin=info.plugin), info.sleep_levels
+    engine_dialect, levels = controls(info.dialect, plugin=info.plugin), info.sleep_levels
     if updated and 2 in levels:
-        return Sleep(speaks, 2)
+        return Sleep(engine_dialect, 2)
     if from_disk and 2 in levels:
-        return SleepToDisk(speaks, info.model_path)
+        return SleepToDisk(engine_dialect, info.model_path)
     if from_disk and 1 in levels:
         raise UsageError(
             "keeps its weights in the host's memory while it sleeps (--enable-weights-cpu-backup), and models.NAME."
             'sleep is "disk": leave the flag out, or sleep'
         )
     if 1 in levels:
-        return Sleep(speaks, 1)
+        return Sleep(engine_dialect, 1)
     if trainer_device == "cpu":
-        return Pause(speaks)
+        return Pause(engine_dialect)
     memory = launches(info.dialect).memory
     flags = memory.sleep if updated or from_disk else (*memory.sleep, *memory.keep_weights)
     raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {' '.join(flags)}")

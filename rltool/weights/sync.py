@@ -8,7 +8,7 @@ the fleet and the HTTP client live, the one owner of the control plane.
   is near does not stand still for one that fetches from far. New requests go there when the sync has ended.
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
-  on. Only a sync that reaches nobody raises.
+  on. Only a sync that reaches no engine raises.
 - An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet,
   is sampled directly, and the ranks score its tokens.
 - Engines that are asleep, on the trainer's own GPUs, wake up in it (weights/residency.py): their weights where others
@@ -71,8 +71,8 @@ class WeightSync:
         """Bring every engine that takes weights, and can be paused now, to `version`.
 
         only: these engines, which missed the version; the others go on serving. check_all: compare values of every
-        engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
-        rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
+        engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and what a
+        rank raises; every engine that was paused has been resumed, and none is PAUSED in the fleet.
         """
         with garbage.paused():
             self._updates = []
@@ -149,12 +149,12 @@ class WeightSync:
         Raises EngineError."""
         await self.connections.leave_engine(url)
 
-    async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
+    async def leave(self, *, lost: Collection[str] = ()) -> Failures:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
 
-        ceded: engines that another run controls by now, whose group would be the one shut down.
+        lost: engines that another run controls by now, whose group would be the one shut down.
         """
-        return await self.connections.leave(ceded)
+        return await self.connections.leave(lost)
 
     # -- the rest is private
 
@@ -182,7 +182,7 @@ class WeightSync:
         return new
 
     async def _transfer(self, version: WeightVersion, updates: Sequence[EngineUpdate]) -> SendReport | None:
-        """The ranks send, and each engine receives, bears the version and goes on at its own pace."""
+        """The ranks send, and each engine receives, has the version and goes on at its own pace."""
         if not updates:
             return None
         urls = [update.url for update in updates]
@@ -224,7 +224,7 @@ class WeightSync:
         lines = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
         return (
             f"weights {version} reached none of {len(failures)} engines:\n{lines}\n"
-            "If an engine has died, its log tells why (`rltool logs`); "
+            "If an engine has died, see its log (`rltool logs`); "
             "`rltool engines resume` frees engines that stayed paused."
         )
 

@@ -90,6 +90,6 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
-    """In the unit in which it is a number that says something."""
+    """In a readable unit."""
     per_second = num_bytes / max(seconds, 1e-9)
     return f"{per_second / 1e9:.2f} GB/s" if per_second >= 1e8 else f"{per_second / 1e6:.1f} MB/s"

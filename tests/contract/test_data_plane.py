@@ -802,7 +802,7 @@ def test_behind_a_router_a_request_is_given_up_after_failures_between_which_all_
                 await works(two[1])
                 assert not task.done(), "the other one may have failed it every time"
                 await works(two[0])
-            with pytest.raises(PoisonousRequest, match="3 failures at engines that serve others"):
+            with pytest.raises(PoisonousRequest, match="failed 3 times at engines that serve other requests"):
                 await task
 
     asyncio.run(run(router_key))

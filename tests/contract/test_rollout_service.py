@@ -1291,7 +1291,7 @@ def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say what to evaluate"),
+        ((), "nothing to evaluate"),
         (("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "--checkpoint: give one of them"),
         (("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
         (("--checkpoint", "m"), "is no Hugging Face directory"),

@@ -65,7 +65,7 @@ def measures_memory(launch: EngineLaunch) -> bool:
 
 
 def memory_flag(group: EngineGroup) -> str:
-    """What the group says of the GPUs' memory, as on a command line."""
+    """The group's GPU memory settings, as on a command line."""
     name = launches(group.engine).memory.fraction
     if name is None:
         return "what the engine takes"

@@ -57,7 +57,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Model:
-    """What engines of a model serve. return_routed_experts: all of them, whatever their groups say."""
+    """What engines of a model serve. return_routed_experts: all of them, whatever their groups set."""
 
     path: Path
     update_weights: bool = True
@@ -92,7 +92,7 @@ class EnginePlan:
 @dataclass(frozen=True)
 class Settings:
     """What holds for all groups. device: of groups that name none; first: number of the first engine; spread: the hosts
-    are several, so engines listen on their host's address unless their group says otherwise."""
+    are several, so engines listen on their host's address unless their group sets it."""
 
     models: Mapping[str, Model]
     key_file: Path
@@ -350,7 +350,7 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
 
 @dataclass(frozen=True)
 class PortNeeds:
-    """What has to be free before the plan can be made: so many of any, by host and address, and certain ones."""
+    """Ports that must be free before the plan can be made: how many of any, by host and address, and specific ones."""
 
     free: Mapping[tuple[str, str], int]
     fixed: tuple[tuple[str, str, int], ...]
@@ -402,7 +402,7 @@ def describe_plan(plan: EnginePlan, *, name_hosts: bool = False) -> list[str]:
         where = f", host {kept.seat.node}" if name_hosts else ""
         lines.append(f"placeholder: group {kept.group}{where}, GPUs {','.join(map(str, kept.seat.gpus))}")
     for router in plan.routers:
-        how = "prefill and decode" if router.disaggregated else "all engines alike"
+        how = "prefill and decode" if router.disaggregated else "all engines in one pool"
         lines.append(f"{router_role(router.model)}: model {router.model}, {how}, a free port")
     return lines
 

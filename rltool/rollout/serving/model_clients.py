@@ -87,7 +87,7 @@ class ModelClient:
         return await self._score_topk(token_ids, topk)
 
     async def classify(self, prompt: Prompt, *, use_activation: bool = False) -> list[float]:
-        """What the head of a classifier says of a text, one number for each label; of a reward model, one in all.
+        """The outputs of a classifier's head for a text, one for each label; of a reward model, one in all.
 
         Raw logits. use_activation: behind the model's activation, by default a sigmoid for one label and a softmax for
         several (vLLM's use_activation; SGLang has none, and refuses it). Chat messages are a whole conversation: no
@@ -105,7 +105,7 @@ class ModelClient:
             raise UsageError(f"model {self.name!r} is a classifier, which generates nothing: ask it with classify()")
 
     def _ids(self, prompt: Prompt, *, ask: bool) -> list[int]:
-        """ask: messages end where the assistant begins to speak."""
+        """ask: messages end where the assistant's reply begins."""
         ids = self._tokens(prompt, ask=ask)
         if not ids:
             raise UsageError(f"the prompt for model {self.name!r} is empty")
@@ -169,7 +169,7 @@ class RewardContext:
 
 
 class TooSlow(Exception):
-    """A function has no answer in time; the message says which time."""
+    """A function has no answer in time; the message names the deadline."""
 
 
 async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, models: Models) -> str | None:
@@ -193,5 +193,5 @@ async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, 
 
 
 def too_slow(seconds: float) -> str:
-    """What is said of a reward that took longer than deadlines.reward."""
+    """The error of a reward that took longer than deadlines.reward."""
     return f"no answer within deadlines.reward = {seconds:g} s"

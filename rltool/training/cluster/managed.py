@@ -3,7 +3,7 @@ trainer's, and ends them.
 
     ManagedEngines.start     one actor on each host that has engines; ports; the plan; all processes begin
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
-                   close     all are ended, whichever way the run ends
+                   close     all are ended, however the run ends
 
 Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are
 watched here, in a thread.
@@ -119,7 +119,7 @@ class ManagedEngines:
         ports = {key: found for at in held for key, found in at.items()}
         plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
         for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
-            self._console.say(line)
+            self._console.log_line(line)
         self._launches, self._started = plan.launches, True
         self._all(
             [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
@@ -139,8 +139,8 @@ class ManagedEngines:
         }
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
         group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
-        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.say)
-        self._routers.enter_context(Watching(group, self._console.say))
+        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.log_line)
+        self._routers.enter_context(Watching(group, self._console.log_line))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 
     def _seeing(self, look: Waiting) -> Waiting:
@@ -174,8 +174,8 @@ class ManagedEngines:
             try:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
             except RltoolError as error:
-                self._console.say(f"ending the engines: {error}")
-        # Where Ray was lost nobody has ended them; on this host they are found by their records.
+                self._console.log_line(f"ending the engines: {error}")
+        # Where Ray was lost they still run; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])
         if self._started:

@@ -55,7 +55,7 @@ def plan_placement(
 ) -> PlacementPlan:
     """The plan of `config` on GPUs or, with gpu False, on CPUs.
 
-    external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and one for each process
+    external: the trainer's bundles and nothing else. managed: those and one for each process
     of the engines (and for each placeholder), so that an engine never straddles two hosts by accident; one that no
     host has room for (gpus_per_host: of the largest) is cut over several. colocate: the trainer's bundles, which the
     engines share; UsageError where they want more GPUs. trains False (debug rollout-only): no trainer bundles;

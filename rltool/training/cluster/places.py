@@ -55,8 +55,8 @@ def find_places(
     config: RayConfig, group: PlacementGroup | None, bundles: Sequence[Bundle], deadline: float,
     while_waiting: Waiting, *, shared: bool = False,
 ) -> list[Place]:  # fmt: skip
-    """One for each bundle of a group that is there. Which GPUs a bundle has, only a process in it is told; of a single
-    bundle nobody needs to know, unless others go onto its GPUs (shared)."""
+    """One for each bundle of a group that is there. Only a process in a bundle learns its GPUs; of a single
+    bundle they are not needed, unless others go onto its GPUs (shared)."""
     if group is None:
         return []
     nodes = placement_group_table(group)["bundles_to_node_id"]

@@ -29,7 +29,7 @@ from rltool.weights.sync_report import SyncReport
 
 
 class ManagerFailed(RltoolError):
-    """The rollout manager raised what nobody expected. The trainer's state is whole, and is to be saved."""
+    """An unexpected error of the rollout manager. The trainer's state is whole, and is to be saved."""
 
 
 @contextmanager

@@ -33,7 +33,7 @@ class RolloutInputs:
 
 def load_inputs(config: TrainConfig, models: Models, *, trains: bool) -> RolloutInputs:
     """Read all data, import what the configuration names, start the reward's processes. models: those beside the
-    policy, which rewards reach. trains: whether a trainer is to read the samples. Raises UsageError for whatever is
+    policy, which rewards reach. trains: whether a trainer is to read the samples. Raises UsageError for what is
     wrong there."""
     tokenizer = load_tokenizer(
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,

@@ -33,7 +33,7 @@ from rltool.weights.sync_report import SyncReport
 
 MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
-"""How often a rollout that takes longer says how far it is."""
+"""Seconds between progress lines of a long rollout."""
 INTERRUPT_SECONDS = 30.0
 """For the rollout manager to abort its requests; engines that hang are not waited for longer than it does itself."""
 
@@ -67,7 +67,7 @@ class Rollouts:
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
             files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
-            say=console.print,
+            log=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor: Any = RolloutActor.remote(  # whose methods Ray's types do not have
@@ -147,7 +147,7 @@ class Rollouts:
         return found.metrics
 
     def free_gpus(self) -> None:
-        """Colocated engines leave their GPUs to the trainer, until weights are synced next. It is told before whatever
+        """Colocated engines leave their GPUs to the trainer, until weights are synced next. Called before what
         the trainer needs its memory for; those that have GPUs of their own keep them."""
         if self._shares_gpus and self._has_gpus:
             deadlines = self.config.deadlines
@@ -223,12 +223,12 @@ class Rollouts:
 
     def _sync(self, ref: Any) -> SyncReport:
         """Until a sync has ended. A signal interrupts the rollouts meanwhile, once."""
-        deadlines, told = self.config.deadlines, False
+        deadlines, logged = self.config.deadlines, False
 
         def look(_: float) -> None:
-            nonlocal told
-            if self._stop.requested is not None and not told:
-                told = True
+            nonlocal logged
+            if self._stop.requested is not None and not logged:
+                logged = True
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
 
         seconds = 20 * deadlines.sync_step + deadlines.engines
@@ -238,7 +238,7 @@ class Rollouts:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]
 
     def _drop(self, ref: Any, deadline: float, name: str) -> None:
-        """A call that was cut off. What it raises says that; unread, Ray would print it as a failure."""
+        """A call that was cut off. Its exception is retrieved here; unread, Ray would print it as a failure."""
         with contextlib.suppress(Exception):
             self._call(ref, deadline, name)
 

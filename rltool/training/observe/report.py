@@ -98,7 +98,7 @@ def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> Non
 def _how_it_ended(outcome: Outcome) -> str:
     if outcome.gave_up:
         return (
-            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was given up"
+            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was dropped"
         )
     if outcome.parameter_hash is None:
         saved = "no checkpoint was written" if outcome.checkpoint is None else "its newest checkpoint stands"

@@ -69,7 +69,7 @@ class TrainerActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just
         now)."""
-        # In a local cluster Ray still names the host's outer address, whatever it was given; the ranks have no business
+        # In a local cluster Ray still names the host's outer address, regardless of options; the ranks have no business
         # there.
         node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
         held = reserve_ports(1, host=node)
@@ -215,7 +215,7 @@ class TrainerActor:
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        everywhere = self._here.sender.gathers_everywhere(urls)
+        everywhere = self._here.sender.needs_all_ranks(urls)
         stream = self._here.trainer.export_weights(everywhere=everywhere)
         held = self._here.trainer.export_bytes(everywhere=everywhere)
         return self._here.sender.send(stream, version, urls, stream_bytes=held)

@@ -56,7 +56,7 @@ class TrainerGroup:
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
         self.take_gpus: Callable[[], None] = lambda: None
-        """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then."""
+        """Called before what needs the ranks' memory on their devices: colocated engines leave them then."""
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,

@@ -369,7 +369,7 @@ def test_sources_that_were_both_given_are_not_asked_for(runs, capsys):
     code, output = run_main(["debug", "train-only", "--rollouts", "r", "--fake-data"], capsys)
     assert code == 2 and "--rollouts and --fake-data: give one of them" in output
     code, output = run_main(["debug", "train-only"], capsys)
-    assert code == 2 and "say where the rollouts come from" in output
+    assert code == 2 and "no source of rollouts" in output
 
 
 def test_a_malformed_address_is_quoted(runs, capsys):

@@ -325,10 +325,10 @@ def stops_in_update(number, run):
 @pytest.mark.parametrize(
     ("every_steps", "stops_in", "updates", "done", "saves", "says"),
     [
-        (1, 5, 5, 1, [1], "given up after the optimizer step in progress"),  # of two epochs of two: the first
+        (1, 5, 5, 1, [1], "dropped after the optimizer step in progress"),  # of two epochs of two: the first
         (1, 8, 8, 2, [1, 2], "then a checkpoint is written"),  # the last
         (0, 5, 8, 2, [2], "come to their end first, for steps before it are in no checkpoint"),
-        (0, 2, 2, 0, [], "given up after the optimizer step in progress"),
+        (0, 2, 2, 0, [], "dropped after the optimizer step in progress"),
     ],
 )
 def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cost_steps_before_it(
@@ -340,7 +340,7 @@ def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cos
         checkpoint={"every_steps": every_steps},
     )  # fmt: skip
     stops_in_update(stops_in, run)
-    run.stop._say = said.append
+    run.stop._log = said.append
     with run.stop.installed():
         assert run.loop.run().step == done
     assert world.calls.count("update") == updates and run.saves == saves and says in said[0]
@@ -390,7 +390,7 @@ def test_after_a_signal_no_sync_begins(tmp_path):
 
 def test_after_the_last_step_a_signal_promises_no_checkpoint_that_is_not_written(tmp_path):
     run, said = Run(tmp_path, World(), checkpoint={"save_at_end": False}), []
-    run.stop._say = said.append
+    run.stop._log = said.append
     plain = run.world.sync_weights
 
     def sync(step):
@@ -407,7 +407,7 @@ def test_after_the_last_step_a_signal_promises_no_checkpoint_that_is_not_written
 def test_what_fails_after_a_signal_is_said_and_the_run_ends_as_it_was_told_to(tmp_path):
     world, said = World(), []
     run = Run(tmp_path, world, steps=9)
-    run.writer.say = said.append
+    run.writer.log = said.append
 
     def sync(*_, **__):
         signal.raise_signal(signal.SIGINT)
@@ -490,7 +490,7 @@ def test_the_error_that_ends_a_step_is_not_hidden_by_a_record_that_cannot_be_wri
     run = Run(tmp_path, world, eval={})
     on_a_full_disk(run.writer)
     said = []
-    run.writer.say = said.append
+    run.writer.log = said.append
     with pytest.raises(EngineError, match="gone"):
         run.loop.run()
     assert run.saves == [1] and "metrics cannot be written" in said[0]
@@ -604,7 +604,7 @@ def test_a_checkpoint_that_fails_after_an_error_is_told_beside_it_and_not_in_its
 
     world.next_batch, run.saves.finish = fails_to_deliver, fails
     said = []
-    run.writer.say = said.append
+    run.writer.log = said.append
     with pytest.raises(RltoolError, match="failing rewards"):
         run.loop.run()
     assert said[-1] == "no checkpoint of this state: the rollout manager died"

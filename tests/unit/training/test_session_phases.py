@@ -79,9 +79,9 @@ def test_a_save_in_flight_is_waited_for_unless_the_ranks_may_hang_or_nobody_want
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
     screen = StringIO()
     console = LoggedConsole(Console(file=screen, width=200), tmp_path / "train.log")
-    console._log.file = FullDisk()
-    console.say("step 1")
-    console.say("step 2")
+    console._file_console.file = FullDisk()
+    console.log_line("step 1")
+    console.log_line("step 2")
     assert screen.getvalue().splitlines() == [
         "step 1", f"{tmp_path}/train.log cannot be written: No space left on device", "step 2",
     ]  # fmt: skip

@@ -60,7 +60,7 @@ def test_a_sound_configuration_passes(base):
         ([MANAGED, "engines.external=[]", "engines.groups=[{}]", 'engines.router="http://h:1"'], "start_router = true"),
         (['models={judge={sleep="disk"}}'], 'models.judge.sleep = "disk" has no effect'),
         ([*COLOCATE, 'models={judge={sleep="disk"}}'], 'models.judge.sleep = "disk" has no effect'),
-        (['models={judge={update_weights=true}}'], "updates its policy alone"),
+        (['models={judge={update_weights=true}}'], "updates only its policy"),
         (['models={judge={path="/nonexistent"}}'], "models.judge.path: /nonexistent is not a directory"),
         (
             ['models={judge={task="classify"}}', 'reward.function="judge"'],
