@@ -22,7 +22,6 @@ class Needs(NamedTuple):
     words: str
 
 
-_KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
     lambda a: a.advantage.kind not in ("distill", "gdpo", "none"),
     "an algorithm.advantage that is made from one reward a sample",
@@ -32,7 +31,6 @@ _RECOMPUTED = Needs(
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
     "the same",
 )
-_CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
     "reward_clip": _REWARDS,
@@ -46,21 +44,11 @@ EFFECTIVE: dict[str, Needs] = {
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
-    "top_entropy_fraction": Needs(
-        lambda a: a.old_logprobs == "trainer",
+    "entropy": Needs(
+        lambda a: a.old_logprobs == "trainer" or not a.selects_by_entropy,
         'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
     ),
-    "clip_cov_low": _CLIP_COV,
-    "clip_cov_high": _CLIP_COV,
-    "kl_cov_coef": Needs(lambda a: a.kl_cov_fraction > 0, "algorithm.kl_cov_fraction above 0"),
     "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
-    "reference_update_steps": _KL,
-    "kl_in": _KL,
-    "kl_target": _KL,
-    "kl_estimator": _KL,
-    "kl_unbiased": Needs(
-        lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'
-    ),
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
     "is_veto": _RECOMPUTED,
@@ -68,12 +56,10 @@ EFFECTIVE: dict[str, Needs] = {
 """Settings of the policy loss that need another one; those not named here always count."""
 
 OF_THE_POLICY_GRADIENT = (
-    "whiten_advantages", "distill_coef", "objective",
-    "off_policy_mask_threshold", "top_entropy_fraction", "clip_cov_fraction", "kl_cov_fraction", "is_weights",
-    "is_mask", "is_veto",
+    "whiten_advantages", "distill_coef", "objective", "off_policy_mask_threshold", "is_weights", "is_mask", "is_veto",
 )  # fmt: skip
-"""Settings that do nothing where all advantages are 0."""
-IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
+"""Settings that do nothing where all advantages are 0; so does every entropy control but the bonus."""
+IN_GROUPS = ("grpo", "gdpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
 ROUTER_DROPS_EXPERTS = (
     "sglang-router does not pass on which experts were chosen; leave the router out, and the run asks the engines"
@@ -117,17 +103,6 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
 
 def _check_policy(config: TrainConfig) -> None:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
-    if (
-        algorithm.kl_coef > 0
-        and algorithm.kl_in == "loss"
-        and algorithm.kl_estimator == "k1"
-        and not algorithm.kl_unbiased
-    ):
-        raise ValueError(
-            'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, '
-            'which does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or '
-            'algorithm.kl_in = "reward"'
-        )
     _check_distillation(config)
     if algorithm.routing_replay:
         _check_routing_replay(config)
@@ -145,11 +120,10 @@ def _check_policy(config: TrainConfig) -> None:
             f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage.kind}" makes every group '
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
-    if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
+    if algorithm.entropy.kind == "kl_cov" and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
         raise ValueError(
-            f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step "
-            "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
-            "epochs_per_rollout, or use algorithm.clip_cov_fraction"
+            'algorithm.entropy = "kl_cov" would have no effect: with one optimizer step a rollout the policy is still '
+            "the old one, and the penalty is 0; raise optimizer_steps_per_rollout or epochs_per_rollout"
         )
     _check_credit(config)
     _check_mask_of_stale_tokens(config)
@@ -168,10 +142,10 @@ def _check_distillation(config: TrainConfig) -> None:
             f"algorithm.{asking[0]} = {_toml(getattr(algorithm, asking[0]))} needs model.teacher_path: weights of the "
             "same architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
-    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl.kind == "reward":
         raise ValueError(
-            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" uses '
-            'no rewards; use algorithm.kl_in = "loss"'
+            f'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" '
+            'uses no rewards; use algorithm.kl.kind = "loss"'
         )
     if algorithm.advantage.kind == "none" and not algorithm.own_objective:
         _check_no_policy_gradient(algorithm)
@@ -185,7 +159,7 @@ def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
             "that, or another algorithm.advantage"
         )
     for name in changed(algorithm):
-        if name in OF_THE_POLICY_GRADIENT:
+        if name in OF_THE_POLICY_GRADIENT or (name == "entropy" and algorithm.entropy.kind != "bonus"):
             raise ValueError(
                 f"algorithm.{name} = {_toml(getattr(algorithm, name))} would have no effect: algorithm.advantage = "
                 '"none" has no policy gradient; leave one of the two out'
@@ -235,10 +209,10 @@ def _check_reward_parts(config: TrainConfig) -> None:
             f'reward.group = "{config.reward.group}" would have no effect: algorithm.advantage = "gdpo" is made of '
             "[[reward.parts]] as they were scored; leave one of the two out"
         )
-    if config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward":
+    if config.algorithm.kl.kind == "reward":
         raise ValueError(
-            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
-            'alone; use algorithm.kl_in = "loss"'
+            'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "gdpo" is made of '
+            '[[reward.parts]] alone; use algorithm.kl.kind = "loss"'
         )
 
 
@@ -307,7 +281,7 @@ def _toml(value: object) -> str:
     if isinstance(value, tuple):
         return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Config):
-        fields = type(value).model_fields.items()
+        fields = sorted(type(value).model_fields.items(), key=lambda field: field[0] != "kind")
         set_ = [(key, getattr(value, key), field.default) for key, field in fields]
         given = [(key, found) for key, found, default in set_ if found != default or key == "kind"]
         if len(given) == 1:  # the kind alone
