@@ -104,7 +104,7 @@ def test_bundles_are_given_back_at_the_end(cluster):
 def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
     too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
     with (
-        pytest.raises(PlacementTimeout, match=r"deadlines.placement = 1 s: GPU: 5 wanted, . free of 4"),
+        pytest.raises(PlacementTimeout, match=r"deadlines.start = 1 s: GPU: 5 wanted, . free of 4"),
         placed(plan_placement(too_much, gpu=True), timeout=1),
     ):
         pass

@@ -87,7 +87,7 @@ def _gpus(
         if bundle.get("GPU")
     }  # fmt: skip
     found = get_all(
-        list(asked.values()), deadline, "deadlines.placement", who=[f"bundle {index}" for index in asked],
+        list(asked.values()), deadline, "deadlines.start", who=[f"bundle {index}" for index in asked],
         while_waiting=while_waiting,
     )  # fmt: skip
     return {
