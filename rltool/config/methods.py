@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
@@ -53,10 +53,11 @@ def _with_kind(default: str) -> BeforeValidator:
             value = {"kind": "own", "function": value} if ":" in value else {"kind": value}
         if not isinstance(value, Mapping):
             return value
-        kind = value.get("kind", default)
+        table = {"kind": default, **cast("Mapping[str, Any]", value)}
+        kind = table["kind"]
         if isinstance(kind, str) and kind in EXAMPLES:
             raise ValueError(f"{kind} is built in no more: {in_examples(kind)}")
-        return {"kind": default, **value}
+        return table
 
     return BeforeValidator(tabled)
 
