@@ -6,13 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config
-
-if TYPE_CHECKING:
-    from rltool.config.train import TrainConfig
+from rltool.config.sections import Sections
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
 
 
-def check_algorithm(config: TrainConfig) -> None:
+def check_algorithm(config: Sections) -> None:
     """ValueError for the first combination that makes no sense."""
     algorithm = config.algorithm
     for name in changed(algorithm):
@@ -103,7 +101,7 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
     return [name for name, field in AlgorithmConfig.model_fields.items() if getattr(algorithm, name) != field.default]
 
 
-def _check_policy(config: TrainConfig) -> None:
+def _check_policy(config: Sections) -> None:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
     _check_distillation(config)
     if algorithm.routing_replay:
@@ -131,7 +129,7 @@ def _check_policy(config: TrainConfig) -> None:
     _check_mask_of_stale_tokens(config)
 
 
-def _check_distillation(config: TrainConfig) -> None:
+def _check_distillation(config: Sections) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
     asking = [name for name in ("distill_coef", "distill_kl_coef") if getattr(algorithm, name) > 0]
@@ -168,7 +166,7 @@ def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
             )
 
 
-def _check_greedy_baseline(config: TrainConfig) -> None:
+def _check_greedy_baseline(config: Sections) -> None:
     """A greedy response can be sampled, and its reward is of the same kind as the samples'."""
     if config.rollout.agent is not None:
         raise ValueError(
@@ -182,7 +180,7 @@ def _check_greedy_baseline(config: TrainConfig) -> None:
         )
 
 
-def _check_served_teacher(config: TrainConfig) -> None:
+def _check_served_teacher(config: Sections) -> None:
     """The teacher is a model of the run, and its log-probabilities mean what the trainer's do."""
     name, temperature = config.model.teacher, config.sampling.temperature
     if config.model.teacher_path is not None:
@@ -199,7 +197,7 @@ def _check_served_teacher(config: TrainConfig) -> None:
         )
 
 
-def _check_reward_parts(config: TrainConfig) -> None:
+def _check_reward_parts(config: Sections) -> None:
     """Several rewards, which reach the advantages as they were scored."""
     if not config.reward.parts:
         raise ValueError(
@@ -218,7 +216,7 @@ def _check_reward_parts(config: TrainConfig) -> None:
         )
 
 
-def _check_routing_replay(config: TrainConfig) -> None:
+def _check_routing_replay(config: Sections) -> None:
     """The experts that engines choose can reach the samples."""
     setting = "algorithm.routing_replay = true"
     if config.rollout.agent is not None:
@@ -231,7 +229,7 @@ def _check_routing_replay(config: TrainConfig) -> None:
         raise ValueError(f"{setting} and {named} contradict each other: {ROUTER_DROPS_EXPERTS}")
 
 
-def _check_credit(config: TrainConfig) -> None:
+def _check_credit(config: Sections) -> None:
     """Something may give a sample several turns."""
     rollout = config.rollout
     if config.algorithm.credits_turns and not (rollout.environment or rollout.agent or rollout.generate_function):
@@ -241,7 +239,7 @@ def _check_credit(config: TrainConfig) -> None:
         )
 
 
-def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
+def _check_mask_of_stale_tokens(config: Sections) -> None:
     """Partial rollouts alone bring tokens that are older than the batches that admission lets start."""
     limit, bound = config.algorithm.mask_tokens_older_than, config.rollout.max_staleness
     if limit is None or limit < bound or (limit == bound and config.rollout.partial_rollout):
@@ -253,7 +251,7 @@ def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
     )
 
 
-def _check_critic(config: TrainConfig) -> None:
+def _check_critic(config: Sections) -> None:
     """[critic] is there for gae alone, and leaves the policy a step to train in."""
     if not config.algorithm.uses_critic:
         for name, field in CriticConfig.model_fields.items():

@@ -374,7 +374,8 @@ def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks
 
 def test_a_teacher_of_another_shape_is_refused_before_anything_starts(tmp_path):
     from rltool.config.algorithm import AlgorithmConfig
-    from rltool.config.train import ModelConfig, TrainConfig
+    from rltool.config.sections import ModelConfig
+    from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.training.checks.validate import check_model
 

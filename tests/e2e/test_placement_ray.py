@@ -10,7 +10,8 @@ import pytest
 import ray
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import RayConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import RayConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.cluster.placement import plan_placement
 from rltool.training.cluster.places import find_places, in_order

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
-from rltool.config.train import RayConfig
+from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment

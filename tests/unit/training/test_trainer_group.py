@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import torch
 
 from rltool.algorithms.contracts import example_batch
-from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.training.ranks.sharding import Sharder
 
 
