@@ -196,9 +196,9 @@ class LossFields(Record):
     kl_cov_coefs: Tensor | None = token()
     """Weight of |log p - log p_old| in each token's loss (token_selection.py); None: 0."""
     kl_coefs: Tensor | None = sample()
-    """algorithm.kl_coef as it is in this training step (controllers.py); None: as configured."""
+    """algorithm.kl.coef as it is in this training step (controllers.py); None: as configured."""
     entropy_coefs: Tensor | None = sample()
-    """Likewise of algorithm.entropy_coef."""
+    """Likewise of algorithm.entropy.coef."""
 
 
 @record(frozen=True, kw_only=True)

@@ -45,7 +45,7 @@ from rltool.terminal import Console
 console = Console()
 
 ORDERLY_SECONDS = 300.0
-"""`rltool stop` waits so long for a run that trains to let go of the engines (its deadlines.drain), and for their
+"""`rltool stop` waits so long for a run that trains to let go of the engines (its deadlines.close), and for their
 end."""
 
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from rltool.config.engine_weights import EngineWeights
 from rltool.config.rollout import WeightsConfig
+from rltool.config.sections import Sections
 from rltool.config.serve import POLICY
 
-if TYPE_CHECKING:
-    from rltool.config.train import TrainConfig
 
-
-def check_engines(config: TrainConfig) -> None:
+def check_engines(config: Sections) -> None:
     """The relation between engines and trainer. That external engines have an address is for the verbs to ask."""
     if not config.needs_engines:
         return
@@ -41,7 +38,7 @@ def check_engines(config: TrainConfig) -> None:
         check_turns(config)
 
 
-def check_turns(config: TrainConfig) -> None:
+def check_turns(config: Sections) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
     if config.rollout.max_staleness:
         raise ValueError(
@@ -83,7 +80,7 @@ def _setting(name: str, rule: EngineWeights | None) -> str:
     return f"weights.engines ({rule.whom}): {name}"
 
 
-def check_groups(config: TrainConfig) -> None:
+def check_groups(config: Sections) -> None:
     """What a run can start of engines.groups."""
     if all(group.role == "placeholder" for group in config.engines.groups):
         raise ValueError(

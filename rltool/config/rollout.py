@@ -347,38 +347,35 @@ class DeadlinesConfig(Config):
 
     preflight: float = Field(default=30.0, gt=0)
     """For each given address to answer, before anything starts."""
-    ray_start: float = Field(default=300.0, gt=0)
-    """For a local Ray to start."""
-    placement: float = Field(default=300.0, gt=0)
-    """For Ray to have the bundles; the error names what is missing."""
+    start: float = Field(default=300.0, gt=0)
+    """For a local Ray to start, and for Ray to have the bundles; the error names what is missing."""
     generate: float = Field(default=600.0, gt=0)
     """For one generation request at one engine; then it counts as failed there, and is sent to another."""
     engines: float = Field(default=300.0, gt=0)
     """For engines.min_serving engines to serve, or to take weights, again, and for the router in front of them to
     answer; then the run ends with a checkpoint. For an engine of a model that rewards ask to serve again; then these
     samples have no reward."""
-    bucket: float = Field(default=30.0, gt=0)
-    """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
-    drain: float = Field(default=120.0, gt=0)
-    """For an engine that was removed from the run to finish what it has; then its requests are aborted, and go on at
-    others from where they were."""
     group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
     agent: float = Field(default=600.0, gt=0)
     """For one attempt of an agent at an episode; then it is ended, and the attempt has failed."""
-    environment: float = Field(default=60.0, gt=0)
-    """For each call of an environment: reset, step, reward, close. A later answer fails its sample. For each request by
-    context.http of an own function, unless that names another timeout."""
-    reward: float = Field(default=60.0, gt=0)
-    """For one call of the reward function; a later answer counts as a failure. It stands still while a model that the
-    function may ask has no engine that serves, for deadlines.engines at most."""
-    batch: float = Field(default=7200.0, gt=0)
-    """For the next batch to be complete."""
-    evaluate: float = Field(default=7200.0, gt=0)
-    """For one evaluation of all sets."""
-    sync_step: float = Field(default=120.0, gt=0)
-    """For each step of a weight sync; steps that engines and trainer share may take two or three times this."""
-    trainer_call: float = Field(default=7200.0, gt=0)
-    """For one call to the trainer's ranks: log-probabilities, an optimizer step, a save."""
-    close: float = Field(default=60.0, gt=0)
-    """For the ranks and the rollout manager to end."""
+    call: float = Field(default=60.0, gt=0)
+    """For each call of the reward function, of an environment (reset, step, reward, close), and each request by
+    context.http of an own function, unless that names another timeout; a later answer is a failure of its sample. For a
+    reward it stands still while a model that the function may ask has no engine that serves, for deadlines.engines at
+    most."""
+    sync: float = Field(default=120.0, gt=0)
+    """For each step of a weight sync; steps that engines and trainer share may take two or three times this. For one
+    engine to join its transfer group, or to take one bucket of weights, a quarter of it; then it is out of this
+    sync."""
+    step: float = Field(default=7200.0, gt=0)
+    """For each large part of a training step: the next batch to be complete, an evaluation of all sets, one call to the
+    trainer's ranks (log-probabilities, an optimizer step, a save)."""
+    close: float = Field(default=120.0, gt=0)
+    """For the ranks and the rollout manager to end. For an engine that was removed from the run to finish what it has;
+    then its requests are aborted, and go on at others from where they were."""
+
+    @property
+    def bucket(self) -> float:
+        """For one engine to join its transfer group, or to take one bucket of weights."""
+        return self.sync / 4

@@ -139,7 +139,7 @@ class ServedModel(Config):
     """Start a router in front of its engines; with prefill and decode groups there is always one."""
     sleep: Literal["host", "disk"] = "host"
     """engines.mode = "colocate": where its weights are while its engines sleep. host: in the host's memory; disk: they
-    are dropped, and loaded again from `path` at each wake, within deadlines.sync_step."""
+    are dropped, and loaded again from `path` at each wake, within deadlines.sync."""
 
     @model_validator(mode="after")
     def _classifies(self) -> ServedModel:

@@ -160,7 +160,7 @@ class Episodes:
             raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and deadline.expired()
-            reason = f"took longer than deadlines.environment = {seconds:g} s" if late else describe(error)
+            reason = f"took longer than deadlines.call = {seconds:g} s" if late else describe(error)
             raise EpisodeFailed(f"{name}: {reason}") from error
 
     async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:

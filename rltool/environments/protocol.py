@@ -50,7 +50,7 @@ class Environment(Protocol):
     """`rollout.environment` names a class; it is called with `rollout.environment_arguments` once for each sample, on
     the rollout manager's event loop, and must return at once.
 
-    Every method has `deadlines.environment` seconds. What it raises fails its sample, which is counted.
+    Every method has `deadlines.call` seconds. What it raises fails its sample, which is counted.
     """
 
     async def reset(self, task: Task) -> Start:

@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltool.config.train import TrainerConfig
+from rltool.config.sections import TrainerConfig
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions

@@ -10,7 +10,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from rltool.config.train import OptimizerConfig
+from rltool.config.sections import OptimizerConfig
 from rltool.errors import UsageError
 from rltool.megatron.patches import use_group_step_adamw, use_multi_tensor_kernels
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import OptimizerConfig, TrainerConfig
+from rltool.config.sections import OptimizerConfig, TrainerConfig
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks

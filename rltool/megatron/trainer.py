@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.export_plan import full_plan

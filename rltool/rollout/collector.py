@@ -163,7 +163,7 @@ class Collector:
         """The batch of training step `step`, groups in the order of their numbers; the batch before counts as trained.
 
         Raises the first failure of a group's task, TrainingStopped when too many groups were filtered out,
-        CollectionInterrupted after `interrupt`, and RltoolError when deadlines.batch passes.
+        CollectionInterrupted after `interrupt`, and RltoolError when deadlines.step passes.
         """
         if step != self.delivered:
             raise ValueError(f"batch {step} was asked for, the next one is {self.delivered}")
@@ -177,7 +177,7 @@ class Collector:
             counts = self.ledger.counts()
             raise RltoolError(
                 f"the batch of step {step} was not complete within "
-                f"deadlines.batch = {self.config.batch_deadline:g} s: {counts}"
+                f"deadlines.step = {self.config.batch_deadline:g} s: {counts}"
             ) from error
         finally:
             self._requested = False

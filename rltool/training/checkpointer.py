@@ -13,7 +13,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.measured import MeasuredLater
 from rltool.checkpoints.retention import Kept, expendable
-from rltool.config.train import CheckpointConfig
+from rltool.config.sections import CheckpointConfig
 from rltool.errors import RltoolError, RunFault, SaveFailed
 from rltool.terminal import Console
 

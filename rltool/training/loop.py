@@ -33,7 +33,7 @@ from rltool.training.observe.step_metrics import step_speed
 from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.sources import BatchSource, SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
-from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
+from rltool.training.token_selection import with_coefficients, with_selected_tokens
 from rltool.weights.verify.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
@@ -221,7 +221,7 @@ class Loop:
             with timed(metrics, "time/train_seconds"):
                 metrics.update(self.train(sourced.batch))
             self.coefficients = self.coefficients.adapted(algorithm, metrics)
-            adapted = self.coefficients if algorithm.adapts_coefficients else None
+            adapted = self.coefficients if algorithm.adapts_kl or algorithm.adapts_entropy else None
             self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
             self.stop.consequence = self._at_end(step + 1)
 
@@ -258,7 +258,7 @@ class Loop:
                     batch = batch.replace(values=self.trainer.values(batch))
             batch, shaped = with_advantages(batch, algorithm, max_response_tokens=config.sampling.max_response_tokens)
             batch, corrected = with_corrections(batch, algorithm)
-            batch, selected = with_selected_tokens(batch, algorithm, step_generator(config.seed, step))
+            batch, selected = with_selected_tokens(batch, algorithm)
             batch, adapted = with_coefficients(batch, config.algorithm, algorithm)
             metrics |= compared | shaped | corrected | selected | adapted
         compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics

@@ -50,7 +50,7 @@ async def _record(
                 }
                 totals.pauses.append(
                     await simulate_sync(
-                        engines.endpoints, modes, seconds=simulated_sync, timeout=config.deadlines.sync_step
+                        engines.endpoints, modes, seconds=simulated_sync, timeout=config.deadlines.sync
                     )
                 )
             started = time.perf_counter()

@@ -127,18 +127,18 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stop.consequence = "the start was cancelled; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
-        with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.log_line):
+        with waiting(f"starting Ray (deadlines.start = {deadlines.start:g} s)", console.log_line):
             stack.enter_context(
                 ray_cluster(
-                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
+                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.start,
                     preflight=deadlines.preflight, while_waiting=look, logs=log_dir / "ray",
                 )
             )
         stop.arm()
-        with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.log_line):
-            group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
+        with waiting(f"placing the ranks (deadlines.start = {deadlines.start:g} s)", console.log_line):
+            group = stack.enter_context(placed(prepared.plan, deadlines.start, look))
             places = find_places(
-                config.ray, group, prepared.plan.bundles, deadlines.placement, look, shared=prepared.plan.shares_gpus
+                config.ray, group, prepared.plan.bundles, deadlines.start, look, shared=prepared.plan.shares_gpus
             )
         managed = None
         if prepared.expected is not None and group is not None:
@@ -160,7 +160,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         console.log_line(f"trainer: {devices}")
         write_json_atomic(run.config_file, {**settings, "facts": run_facts(config, devices, prepared.fleet)})
         from_where = prepared.resume_from or config.model.path
-        with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.log_line):
+        with waiting(f"loading {from_where} (deadlines.step = {deadlines.step:g} s)", console.log_line):
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         if managed is not None:
@@ -174,7 +174,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
                 prepared = with_engines(prepared, managed.wait(look))
             config = prepared.config
             _describe(prepared, run, console)
-        with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.log_line):
+        with waiting(f"reading the data (deadlines.step = {config.deadlines.step:g} s)", console.log_line):
             processes = managed.handles() if managed is not None else None
             engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack, processes)
             source = _source(prepared, engines)

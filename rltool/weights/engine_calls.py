@@ -19,7 +19,7 @@ Act = Callable[[EngineEndpoint], Awaitable[None]]
 
 
 class EngineCalls:
-    """deadline: seconds for each step (deadlines.sync_step)."""
+    """deadline: seconds for each step (deadlines.sync)."""
 
     def __init__(self, engines: EngineSet, deadline: float) -> None:
         self.client, self.fleet, self.deadline = engines.client, engines.fleet, deadline
@@ -56,4 +56,4 @@ class EngineCalls:
 
 def named_deadline(error: EngineError) -> EngineError:
     """The error of a step, with the name of the deadline where it has passed one."""
-    return error.named("deadlines.sync_step") if isinstance(error, EngineTimedOut) else error
+    return error.named("deadlines.sync") if isinstance(error, EngineTimedOut) else error

@@ -43,7 +43,7 @@ from rltool.weights.verify.values import ValueCheck
 
 @dataclass(frozen=True)
 class SyncDeadlines:
-    """Seconds for each step at an engine (deadlines.sync_step), and for it to take one bucket (deadlines.bucket)."""
+    """Seconds for each step at an engine (deadlines.sync), and for it to take one bucket (a quarter of that)."""
 
     step: float
     bucket: float

@@ -70,8 +70,9 @@ class Rendezvous:
 class SenderOptions:
     """What all senders of a trainer have in common.
 
-    device: the trainer's own; deadline: seconds for joining, and then for each bucket (deadlines.bucket); directory: of
-    this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go with those files.
+    device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
+    directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
+    with those files.
     gpu: UUID of the rank's own, "" without one; largest_bucket: bytes; encoder: with weights.delta, what has changed.
     """
 
@@ -100,7 +101,7 @@ class SenderTransport(Protocol):
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
     All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
-    finish, and send with its wait, each for deadlines.bucket at most; then the connection is aborted.
+    finish, and send with its wait, each for the bucket's deadline at most; then the connection is aborted.
     """
 
     device: torch.device

@@ -11,7 +11,8 @@ import pytest
 import ray
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import RayConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import RayConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.cluster.placement import plan_placement
 from rltool.training.cluster.places import find_places, in_order
@@ -105,7 +106,7 @@ def test_bundles_are_given_back_at_the_end(cluster):
 def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
     too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
     with (
-        pytest.raises(PlacementTimeout, match=r"deadlines.placement = 1 s: GPU: 5 wanted, . free of 4"),
+        pytest.raises(PlacementTimeout, match=r"deadlines.start = 1 s: GPU: 5 wanted, . free of 4"),
         placed(plan_placement(too_much, gpu=True), timeout=1),
     ):
         pass

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rltool.config.import_path import load_callable
-from rltool.config.train import MonitorConfig
+from rltool.config.sections import MonitorConfig
 from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample
 

@@ -26,7 +26,7 @@ async def remote(
     """POSTs {"prompt", "response", "label", "metadata"} as JSON to `url`; the reply is a number, or an object whose
     `key` holds one.
 
-    timeout: seconds for one attempt; all attempts share deadlines.reward. Connections that fail, 5xx, 408, 425 and 429
+    timeout: seconds for one attempt; all attempts share deadlines.call. Connections that fail, 5xx, 408, 425 and 429
     are tried `retries` times again; any other status fails the sample at once, as does a reply of another
     form. Raises EngineError with the last reason.
     """

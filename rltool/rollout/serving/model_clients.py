@@ -62,7 +62,7 @@ class ModelClient:
         """n responses. temperature 0: greedy; a seed makes vLLM repeat itself. The model's own stop tokens end them.
 
         Raises UsageError for text without a tokenizer, an empty prompt and a classifier, EngineError where no engine
-        answers it; how long that may take is the caller's deadline (deadlines.reward, deadlines.group).
+        answers it; how long that may take is the caller's deadline (deadlines.call, deadlines.group).
         """
         self._check_generates()
         ids = self._ids(prompt, ask=True)
@@ -175,7 +175,7 @@ class TooSlow(Exception):
 async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, models: Models) -> str | None:
     """Wait for functions; None once all have ended, else why they have been waited for long enough.
 
-    seconds: deadlines.reward. It stands still while one of the models that they may ask has no engine that serves, for
+    seconds: deadlines.call. It stands still while one of the models that they may ask has no engine that serves, for
     models.patience at a time: an engine that is started again takes longer than any reward.
     """
     left, gone_since, pending = seconds, None, set(tasks)
@@ -193,5 +193,5 @@ async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, 
 
 
 def too_slow(seconds: float) -> str:
-    """The error of a reward that took longer than deadlines.reward."""
-    return f"no answer within deadlines.reward = {seconds:g} s"
+    """The error of a reward that took longer than deadlines.call."""
+    return f"no answer within deadlines.call = {seconds:g} s"

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltool.config.train import RayConfig
+from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
 from rltool.training.cluster.placement import Bundle
 from rltool.training.cluster.ray_calls import Waiting, get_all
@@ -87,7 +87,7 @@ def _gpus(
         if bundle.get("GPU")
     }  # fmt: skip
     found = get_all(
-        list(asked.values()), deadline, "deadlines.placement", who=[f"bundle {index}" for index in asked],
+        list(asked.values()), deadline, "deadlines.start", who=[f"bundle {index}" for index in asked],
         while_waiting=while_waiting,
     )  # fmt: skip
     return {

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
-from rltool.config.train import RayConfig
+from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment
@@ -297,6 +297,6 @@ def _missing(bundles: Sequence[dict[str, float]], timeout: float) -> str:
             lines.append(f"{resource}: {wanted:g} wanted, {free.get(resource, 0):g} free of {total.get(resource, 0):g}")
     what = "; ".join(lines) or "the resources are free, but not in pieces that hold the bundles"
     return (
-        f"no placement for {len(bundles)} bundles within deadlines.placement = {timeout:g} s: {what}. Free them, lower "
+        f"no placement for {len(bundles)} bundles within deadlines.start = {timeout:g} s: {what}. Free them, lower "
         "trainer.world_size, or use --ray-address of a larger cluster."
     )

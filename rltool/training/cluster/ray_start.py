@@ -93,7 +93,7 @@ def _look(started: float, deadline: float, while_waiting: Waiting, logs: Path | 
     waited = time.monotonic() - started
     if waited > deadline:
         raise RayStartFailed(
-            f"Ray did not start within deadlines.ray_start = {deadline:g} s: is the host too busy (`uptime`), or its "
+            f"Ray did not start within deadlines.start = {deadline:g} s: is the host too busy (`uptime`), or its "
             f"memory or disk full?{_see(logs)} Try again, or raise the deadline"
         )
     while_waiting(waited)

@@ -47,7 +47,7 @@ class Members:
 
 
 class GpuTurns:
-    """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync_step); start_seconds: for one to
+    """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync); start_seconds: for one to
     load."""
 
     def __init__(

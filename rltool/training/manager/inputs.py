@@ -69,7 +69,7 @@ def load_train_prompts(
 
 
 def _rewards(config: TrainConfig, tokenizer: Tokenizer, models: Models) -> tuple[RewardPool | RewardParts, Scorer]:
-    reward, rollout, timeout = config.reward, config.rollout, config.deadlines.reward
+    reward, rollout, timeout = config.reward, config.rollout, config.deadlines.call
     together = GroupReward(reward, timeout=timeout, models=models) if reward.group != "none" else None
     group_filter, group_hook = load_filter(rollout), load_hook(rollout)
     rewards = start_rewards(reward, timeout=timeout, models=models)

@@ -5,7 +5,7 @@ until then it is asked again and again, and is no member of the fleet: it is not
 first weight sync.
 
 An engine leaves in order: no new request (DRAINING, out of the router); what it has is finished, or after
-deadlines.drain aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a
+deadlines.close aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a
 weight sync is in progress it leaves after that. `remove` is answered at once; repeat it to see the progress.
 """
 
@@ -204,7 +204,7 @@ class FleetMembership:
 
     async def _leave(self, url: str, draining: _Draining) -> None:
         async with self._lock:
-            draining.ends_at = self._clock() + self._config.deadlines.drain
+            draining.ends_at = self._clock() + self._config.deadlines.close
             if self._fleet.member(url).state not in (State.READY, State.STALE, State.SUSPECT):
                 await self._forget(url, REMOVED)  # it has nothing to finish
                 draining.began.set()
@@ -225,8 +225,8 @@ class FleetMembership:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if not left:
             return
-        deadline = self._config.deadlines.drain
-        self._log(f"{url} has not finished its requests within deadlines.drain = {deadline:g} s: they are aborted")
+        deadline = self._config.deadlines.close
+        self._log(f"{url} has not finished its requests within deadlines.close = {deadline:g} s: they are aborted")
         for reason in (await self._plane.abort(at=url)).values():
             self._log(f"aborting requests at {url}: {reason}")
         aborted_at = self._clock()
@@ -286,7 +286,7 @@ class FleetMembership:
             return row
         if draining.ends_at is None:
             row["reason"] = "leaves when the weight sync in progress has ended"
-            row["leaves_within_seconds"] = self._config.deadlines.sync_step + self._config.deadlines.drain
+            row["leaves_within_seconds"] = self._config.deadlines.sync + self._config.deadlines.close
             return row
         left = max(draining.ends_at - now, 0.0)
         doing = f"{self._plane.in_flight_at(member.url)} requests in flight" if self._router is None else "finishing"

@@ -103,10 +103,10 @@ class PolicyEngines:
         gpus = SharedGpus(trainer, self._hooks.end) if config.engines.shares_gpus else None
         sync = WeightSync(
             self.engines, trainer, config.weights, check,
-            SyncDeadlines(config.deadlines.sync_step, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
+            SyncDeadlines(config.deadlines.sync, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
         )  # fmt: skip
         comparison = Comparison(
-            self.engines, trainer.ranks, check, deadline=config.deadlines.sync_step, gpus=gpus,
+            self.engines, trainer.ranks, check, deadline=config.deadlines.sync, gpus=gpus,
             described=with_model_config,
         )  # fmt: skip
         return WeightUpdates(

@@ -82,7 +82,7 @@ class Rollouts:
     def start(self) -> None:
         """Read the data, open connections. A signal ends it with StopRequested."""
         summary = self._call(
-            self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch",
+            self._actor.start.remote(), self.config.deadlines.step, "deadlines.step",
             while_waiting=self._stop.raise_if_requested,
         )  # fmt: skip
         self._started = True
@@ -110,7 +110,7 @@ class Rollouts:
         it."""
         self._take_gpus()
         rollout: Rollout = self._interruptible(
-            self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch"
+            self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.step, "deadlines.step"
         )
         self._show_events()
         if self._dump_dir is not None:
@@ -141,7 +141,7 @@ class Rollouts:
         if not wait and not is_ready(ref):
             return None
         self._evaluation = None
-        found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
+        found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.step, "deadlines.step")
         with writing("the evaluation's samples (eval.dump)", self._evals_dir):
             write_evaluated(self._evals_dir, found, self.config, step=step)
         return found.metrics
@@ -152,8 +152,8 @@ class Rollouts:
         if self._shares_gpus and self._has_gpus:
             deadlines = self.config.deadlines
             loading = max(group.ready_timeout for group in self.config.engines.groups)
-            seconds = 4 * deadlines.sync_step + loading + deadlines.trainer_call
-            self._call(self._actor.free_gpus.remote(), seconds, "deadlines.sync_step, ready_timeout and trainer_call")
+            seconds = 4 * deadlines.sync + loading + deadlines.step
+            self._call(self._actor.free_gpus.remote(), seconds, "deadlines.sync, ready_timeout and deadlines.step")
             self._has_gpus = False
             self._show_events()
 
@@ -231,8 +231,8 @@ class Rollouts:
                 logged = True
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
 
-        seconds = 20 * deadlines.sync_step + deadlines.engines
-        return self._call(ref, seconds, "deadlines.sync_step", while_waiting=look)
+        seconds = 20 * deadlines.sync + deadlines.engines
+        return self._call(ref, seconds, "deadlines.sync", while_waiting=look)
 
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]

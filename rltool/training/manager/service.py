@@ -170,7 +170,7 @@ class RolloutService:
             self._prompts, AdmissionPolicy.of(config), self._work, self._book,
             CollectorConfig(
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
-                group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
+                group_deadline=config.deadlines.group, batch_deadline=config.deadlines.step,
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
                 max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
                 judges_age=self._syncing is not None,
@@ -203,7 +203,7 @@ class RolloutService:
         policy = Members(self._policy.engines, self._monitor, takes_weights=True)
         others = [Members(m.engines, m.monitor, False, m.from_disk) for m in self._side.started]
         return GpuTurns(
-            trainer, policy, others, restarts, step_seconds=config.deadlines.sync_step,
+            trainer, policy, others, restarts, step_seconds=config.deadlines.sync,
             start_seconds=max(group.ready_timeout for group in config.engines.groups),
         )  # fmt: skip
 
@@ -301,11 +301,11 @@ class RolloutService:
         task = self._background.start(self._work.evaluate(self._evals.sets), "evaluate", awaited=True)
         self._evaluations.add(task)
         try:
-            async with asyncio.timeout(self._config.deadlines.evaluate):
+            async with asyncio.timeout(self._config.deadlines.step):
                 return await leases.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
-                f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
+                f"the evaluation did not end within deadlines.step = {self._config.deadlines.step:g} s"
             ) from error
         except asyncio.CancelledError:
             if self._lost is not None:

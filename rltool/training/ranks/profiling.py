@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.config.sections import MonitorConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TrainerGroup:
-    """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
+    """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.step."""
 
     def __init__(
         self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
@@ -209,10 +209,10 @@ class TrainerGroup:
         return self._get([call(rank) for rank in self.ranks])
 
     def _get(self, refs: Sequence[ray.ObjectRef], while_waiting: Waiting | None = None) -> list[Any]:
-        deadline = self.config.deadlines.trainer_call
+        deadline = self.config.deadlines.step
         try:
             return get_all(
-                refs, deadline, "deadlines.trainer_call", who=rank_names(len(refs)), while_waiting=while_waiting,
+                refs, deadline, "deadlines.step", who=rank_names(len(refs)), while_waiting=while_waiting,
                 lag=self.config.trainer.rendezvous_timeout,
             )  # fmt: skip
         except DeadlinePassed as error:  # a rank that hangs will not save either

@@ -74,7 +74,7 @@ class Channel:
                 first = self._unfinished[0] if self._unfinished else call
             began = first.began or time.monotonic()
             if not first.ended.wait(max(0.0, began + first.seconds + LATE_SECONDS - time.monotonic())):
-                self.fail(f"{first.what}: it took longer than deadlines.bucket = {first.seconds:g} s")
+                self.fail(f"{first.what}: it took longer than {first.seconds:g} s, a quarter of deadlines.sync")
         if self._bug is not None:
             raise self._bug
 

@@ -59,7 +59,7 @@ class WeightSender:
     time. All ranks get the same calls, in the same order.
 
     plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
-    (deadlines.bucket); model_files, gpu: see SenderOptions.
+    (DeadlinesConfig.bucket); model_files, gpu: see SenderOptions.
     """
 
     def __init__(

@@ -242,7 +242,7 @@ def test_a_group_that_takes_too_long_names_its_deadline():
 def test_a_batch_that_does_not_come_names_its_deadline_and_what_there_is():
     async def run():
         work = Work(Versions(), delay=lambda g: 60.0)
-        with pytest.raises(RltoolError, match=r"deadlines.batch = 0.05 s.*'running': 2"):
+        with pytest.raises(RltoolError, match=r"deadlines.step = 0.05 s.*'running': 2"):
             await batches(make(work, AdmissionPolicy(batch=2), batch_deadline=0.05), 1)
 
     asyncio.run(run())

@@ -196,7 +196,7 @@ def test_a_trimmed_batch_has_no_more_optimizer_steps_than_configured_however_man
 
 def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
     world = World()
-    Run(tmp_path, world, steps=1, algorithm={"kl_coef": 0.1}).loop.run()
+    Run(tmp_path, world, steps=1, algorithm={"kl": {"kind": "loss", "coef": 0.1}}).loop.run()
     assert world.calls.count("reference") == 1 and world.batches[0].ref_logprobs is not None
 
 

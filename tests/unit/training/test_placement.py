@@ -1,7 +1,8 @@
 import pytest
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import TrainConfig, TrainerConfig
+from rltool.config.sections import TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.cluster.placement import plan_placement
 

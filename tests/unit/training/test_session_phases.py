@@ -91,15 +91,13 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
-    deadlines = ["deadlines.placement=7", "deadlines.ray_start=9"]
-    loaded = load_config(TrainConfig, [], [f"model.path={model}", *deadlines, "reward.options.api_key=hunter2"])
+    sets = [f"model.path={model}", "deadlines.start=9", "reward.options.api_key=hunter2"]
+    loaded = load_config(TrainConfig, [], sets)
     lines = StringIO()
 
     @contextmanager
     def no_ray(*_, **__):
-        assert lines.getvalue().endswith(
-            "starting Ray (deadlines.ray_start = 9 s)\n"
-        )  # said before, not after the wait
+        assert lines.getvalue().endswith("starting Ray (deadlines.start = 9 s)\n"), "said before the wait"
         yield
 
     monkeypatch.setattr(session, "ray_cluster", no_ray)
@@ -125,11 +123,11 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     said = lines.getvalue().splitlines()
     assert said[1:] == [
         "engines: 2 x vllm",
-        "starting Ray (deadlines.ray_start = 9 s)",
-        "placing the ranks (deadlines.placement = 7 s)",
+        "starting Ray (deadlines.start = 9 s)",
+        "placing the ranks (deadlines.start = 9 s)",
         "building the model on 1 rank (trainer.rendezvous_timeout = 300 s)",
         "trainer: cpu",
-        f"loading {model} (deadlines.trainer_call = 7200 s)",
-        "reading the data (deadlines.batch = 7200 s)",
+        f"loading {model} (deadlines.step = 7200 s)",
+        "reading the data (deadlines.step = 7200 s)",
     ]
     assert (tmp_path / "runs" / "a" / "logs" / "latest" / "train.log").read_text().splitlines() == said

@@ -8,7 +8,8 @@ import torch
 
 from rltool.algorithms.batch import Wide, fetched
 from rltool.algorithms.contracts import example_batch
-from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.training.ranks.sharding import Sharder, Shards
 from tests.declared import Store
 

@@ -19,6 +19,7 @@ def base(tmp_path: Path) -> list[str]:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     return [f"model.path={tmp_path}", f'data.train=["{tmp_path}/p.jsonl"]', 'engines.external=["127.0.0.1:1"]']
 
+
 ENGINE = EngineEndpoint(url="http://10.8.0.3:8101", group="far")
 MANAGED = 'engines.mode="managed"'
 COLOCATE = ['engines.mode="colocate"', "engines.external=[]", "engines.groups=[{}]"]
@@ -100,7 +101,10 @@ def test_a_sound_configuration_passes(base):
             ],
             "would never be measured.*every_steps",
         ),
-        (['algorithm.loss="sft"', "algorithm.kl_coef=0.1"], "algorithm.kl_coef = 0.1 has no meaning.*leave it out"),
+        (
+            ['algorithm.loss="sft"', "algorithm.kl={kind='loss', coef=0.1}"],
+            r'algorithm.kl = \{kind = "loss", coef = 0.1\} has no meaning.*leave it out',
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_setting_and_the_fix(base, sets, message):
