@@ -342,7 +342,7 @@ def test_a_request_that_engines_fail_on_while_they_serve_others_is_given_up(two)
             with pytest.raises(PoisonousRequest) as error:
                 await task
             text = str(error.value)
-            assert "3 failures" in text and "answered 500" in text
+            assert "failed 3 times" in text and "answered 500" in text
             assert f"{two[0].url} is" in text and f"{two[1].url} is dead (killed by the kernel)" in text
             assert r.plane.in_flight == 0 and r.plane.counts["poisonous_requests"] == 1
 
