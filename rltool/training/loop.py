@@ -65,8 +65,8 @@ class Engines(Evaluator, Protocol):
         ...
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
-        time/sync_seconds."""
+        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/*,
+        time/sync_seconds and what else took time."""
         ...
 
 
@@ -217,6 +217,7 @@ class Loop:
         check_has_routing(self.config, sourced.batch)
         metrics.update(sourced.metrics)
         with self._keeping_samples(step, sourced):
+            metrics.update(self.trainer.take_gpus())
             with timed(metrics, "time/train_seconds"):
                 metrics.update(self.train(sourced.batch))
             self.coefficients = self.coefficients.adapted(algorithm, metrics)
@@ -232,7 +233,8 @@ class Loop:
         """
         algorithm = self.config.algorithm
         if is_due(algorithm.reference_update_steps, done):
-            self.trainer.update_reference()
+            with timed(metrics, "time/reference_seconds"):
+                self.trainer.update_reference()
         if self.stop.requested:
             return
         evaluates = self.evaluations.begins(done)

@@ -116,6 +116,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stack.enter_context(marking(run, state))
         end_left_behind(run, report=console.print)
         console.print(f"placement: {prepared.plan.describe()}")
+        for line in prepared.plan.memory:
+            console.say(line)
         if prepared.gpus:
             console.say(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:

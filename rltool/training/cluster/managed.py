@@ -35,6 +35,7 @@ from rltool.engines.launch.plan import (
     plan_engines,
     port_needs,
     seat_slots,
+    shares_seat,
     url_of,
 )
 from rltool.engines.launch.ready import process_role
@@ -79,7 +80,9 @@ def expected_plan(
 
 def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
     models = order_of_file(config).models
-    return Settings(models, run.key_file, run.state_dir, device=plan.device, spread=spread)
+    return Settings(
+        models, run.key_file, run.state_dir, device=plan.device, spread=spread, in_turns=plan.shares_gpus
+    )
 
 
 class ManagedEngines:
@@ -186,10 +189,11 @@ class ManagedEngines:
         if self._plan.shares_gpus:
             return seat_slots(self._plan.slots, hosts_of(self._places))
         places = iter(sorted(self._places, key=lambda place: place.bundle))
-        return [
-            tuple(Seat(place.node, place.address, place.gpus) for _, place in zip(slot.shares, places, strict=False))
-            for slot in self._plan.slots
-        ]
+        seats: list[tuple[Seat, ...]] = []
+        for slot in self._plan.slots:
+            taken = () if shares_seat(slot) else tuple(place for _, place in zip(slot.shares, places, strict=False))
+            seats.append(tuple(Seat(at.node, at.address, at.gpus) for at in taken) or seats[-1])
+        return seats
 
     def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
         who = [f"the starter of engines on host {node}" for node, _ in self._hosts]

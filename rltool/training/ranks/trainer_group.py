@@ -52,8 +52,9 @@ class TrainerGroup:
         self.coordinates: list[Any] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
-        self.take_gpus: Callable[[], None] = lambda: None
-        """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then."""
+        self.take_gpus: Callable[[], dict[str, float]] = dict
+        """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then. Returns
+        the seconds of it, as metrics."""
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
