@@ -31,8 +31,9 @@ class SyncReport:
 
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
-    that was paused longest stood still; wake: of it, for which engines that were asleep took their memory back; offload:
-    beside `seconds`, for which the ranks gave theirs away; patch_bytes, memory: see SendReport; of the trainer rank that held most.
+    that was paused longest stood still; patch_bytes, memory: see SendReport; of the trainer rank that held most.
+    wake: for which engines that were asleep took their memory back; offload: for which the ranks gave theirs away,
+    beside `seconds`.
     """
 
     version: str
