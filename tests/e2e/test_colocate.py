@@ -21,6 +21,8 @@ ENGINES = (
     'engines.groups=[{name="main",count=2,engines_per_gpu=2,device="cpu",max_model_len=64},'
     '{name="judges",model="judge",device="cpu",max_model_len=64}]'
 )
+PARTS = ("wait", "sleep", "onload", "train", "reference", "offload", "sync", "eval")
+"""time/NAME_seconds that are together the whole step (docs/metrics.md)."""
 PARITY = 1e-4
 """Mean |log-probability difference| of trainer and engines, both in fp32: the run itself stops above it (write_job)."""
 
@@ -60,6 +62,10 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
     assert "placement: 1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles" in output
     assert "model judge: 1 engines, weights not updated" in output
     assert max(record["train/logprob_abs_diff_mean"] for record in records) < PARITY, output[-4000:]
+    for record in records[:-1]:
+        parts = sum(record.get(f"time/{part}_seconds", 0.0) for part in PARTS)
+        assert parts == pytest.approx(record["time/step_seconds"], rel=0.02)
+        assert {"time/sleep_seconds", "time/onload_seconds", "time/offload_seconds"} <= record.keys()
     # The engines do not get the weights of the last one, which a signal ended.
     assert len({record["weight_version"] for record in records[:-1]}) == len(records) - 1
     assert (job.runs / "turns" / "checkpoints" / "latest").exists()
