@@ -148,7 +148,10 @@ class TrainedModel(ABC):
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Give these parts' memory on the device to others, until `onload`. No collective; parts that are away stay
-        so."""
+        so. An optimizer that has made no step yet gets its moments, which are zeros, at once: the host's memory for
+        them is then allocated with the rest, and not in the first step."""
+        if "optimizer" in parts and "optimizer" not in self.away:
+            optim.make_moments(self.optimizer)
         self._offloader.offload(parts)
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:

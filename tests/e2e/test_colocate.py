@@ -21,7 +21,7 @@ ENGINES = (
     'engines.groups=[{name="main",count=2,engines_per_gpu=2,device="cpu",max_model_len=64},'
     '{name="judges",model="judge",device="cpu",max_model_len=64}]'
 )
-PARTS = ("wait", "sleep", "onload", "train", "reference", "offload", "sync", "eval")
+PARTS = ("wait", "sleep", "onload", "train", "samples", "reference", "offload", "sync", "eval")
 """time/NAME_seconds that are together the whole step (docs/metrics.md)."""
 PARITY = 1e-4
 """Mean |log-probability difference| of trainer and engines, both in fp32: the run itself stops above it (write_job)."""

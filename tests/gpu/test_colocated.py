@@ -19,7 +19,7 @@ from benchmarks.whole_step import make_model, make_prompts
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 STEPS = 4
-PARTS = ("wait", "sleep", "onload", "train", "reference", "offload", "sync", "eval")
+PARTS = ("wait", "sleep", "onload", "train", "samples", "reference", "offload", "sync", "eval")
 """time/NAME_seconds that are together the whole step (docs/metrics.md)."""
 END_SECONDS = 30.0
 """From SIGTERM after the last step to the end of the command: 3 s, and room for an engine that is slow to go."""

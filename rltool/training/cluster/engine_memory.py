@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rltool.config.serve import POLICY, EngineGroup
 from rltool.config.train import TrainConfig
@@ -27,15 +27,22 @@ BESIDE_BYTES = 5 * GIB
 """Of an engine, beside weights and KV cache: activations of its largest batch, CUDA graphs, logits in float32."""
 
 
+USED = 0.9
+"""Of a GPU, at most, where trainer and engines are on it at once: CUDA contexts, buffers and fragments need the
+rest."""
+
+
 @dataclass(frozen=True)
 class EngineMemory:
-    """caches: by group, where their size is set; the others take their fraction. lines: for people, one a group."""
+    """caches: by group, where their size is set; the others take their fraction. lines: for people, one a group.
+    beside: trainer and engines have room on the GPUs at once, while nobody computes."""
 
-    caches: Mapping[str, CacheSize]
-    lines: tuple[str, ...]
+    caches: Mapping[str, CacheSize] = field(default_factory=dict)
+    lines: tuple[str, ...] = ()
+    beside: bool = False
 
 
-NOT_SET = EngineMemory({}, ())
+NOT_SET = EngineMemory()
 
 
 def engine_memory(config: TrainConfig, gpu_bytes: int | None) -> EngineMemory:
@@ -61,7 +68,24 @@ def engine_memory(config: TrainConfig, gpu_bytes: int | None) -> EngineMemory:
             f"group {group.name}: a KV cache of {needed / GIB:.2f} GiB for {tokens:,} tokens in each engine, which a "
             "batch of this run needs at most (a memory flag of your own in engines.groups: flags wins)"
         )
-    return EngineMemory(caches, tuple(lines))
+    return EngineMemory(caches, tuple(lines), _has_room(config, family, caches, gpu_bytes))
+
+
+def _has_room(config: TrainConfig, family: Family, caches: Mapping[str, CacheSize], gpu_bytes: int) -> bool:
+    """Not where one takes a fraction, which it measures alone; nor beside a critic, which is of another size."""
+    groups = [group for group in config.engines.groups if group.role != "placeholder"]
+    if config.algorithm.uses_critic or any(group.name not in caches for group in groups):
+        return False
+    engines = max(caches[group.name].fraction * group.engines_per_gpu for group in groups)
+    return trainer_bytes(config, family) + engines * gpu_bytes <= USED * gpu_bytes
+
+
+def trainer_bytes(config: TrainConfig, family: Family) -> int:
+    """What a rank holds between two steps: parameters, float32 gradients, Adam's moments and, in 16 bit, float32
+    parameters."""
+    trainer, layout, half = config.trainer, config.trainer.layout, config.model.dtype == "bfloat16"
+    optimizer = (12 if half else 8) / (layout.replica_size if trainer.distributed_optimizer else 1)
+    return int(parameters_of(family) / (layout.tp * layout.pp) * ((2 if half else 4) + 4 + optimizer))
 
 
 def batch_tokens(config: TrainConfig, engines: int) -> int:

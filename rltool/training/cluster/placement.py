@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import takes_turns
-from rltool.engines.launch.plan import Slot, engine_slots, shares_seat
+from rltool.engines.launch.plan import Slot, device_of, engine_slots, shares_seat
 from rltool.errors import UsageError
 from rltool.training.cluster.devices import Device
 from rltool.training.cluster.engine_memory import NOT_SET, EngineMemory
@@ -21,7 +21,8 @@ class PlacementPlan:
     go into one placement group.
 
     The rollout manager is an actor outside of it that reserves nothing. slots: the engines that the run starts.
-    shares_gpus: these have no bundles, they are in the trainer's. memory: what is said of theirs.
+    shares_gpus: these have no bundles, they are in the trainer's. memory: what is said of theirs. starts_beside:
+    they load while the trainer does, and not after it has left the GPUs.
     """
 
     trainer: tuple[Bundle, ...]
@@ -30,6 +31,7 @@ class PlacementPlan:
     slots: tuple[Slot, ...] = ()
     shares_gpus: bool = False
     memory: tuple[str, ...] = ()
+    starts_beside: bool = True
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -83,7 +85,10 @@ def plan_placement(
         slots = engine_slots(groups, device=device, gpus_per_host=gpus_per_host)
         _check_room(slots, len(ranks))
         reason = "colocated engines share the trainer's bundles, in turns"
-        return PlacementPlan(ranks, (), reason, tuple(slots), shares_gpus=True, memory=memory.lines)
+        beside = memory.beside or all(device_of(group, device) == "cpu" for group in groups)
+        return PlacementPlan(
+            ranks, (), reason, tuple(slots), shares_gpus=True, memory=memory.lines, starts_beside=beside
+        )
     slots = engine_slots(config.engines.groups, device=device, gpus_per_host=gpus_per_host)
     engines = tuple(_bundle(share) for slot in slots if not shares_seat(slot) for share in slot.shares)
     return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))

@@ -116,6 +116,9 @@ class TrainerActor:
 
     # -- training
 
+    def warm_up(self) -> None:
+        self.trainer.warm_up()
+
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
         return self.trainer.compute_logprobs(micro_batches, weights=weights)
 

@@ -136,9 +136,13 @@ class TrainerGroup:
     def parameter_hash(self) -> str:
         return self._compute(lambda rank: rank.parameter_hash.remote())[0]
 
-    def offload(self) -> None:
+    def warm_up(self, while_waiting: Waiting | None = None) -> None:
+        """Compile what a step needs. Changes no state."""
+        self._get([rank.warm_up.remote() for rank in self.ranks], while_waiting)
+
+    def offload(self, while_waiting: Waiting | None = None) -> None:
         """All of the ranks' memory off their devices, for engines that are about to be started there."""
-        self._all(lambda rank: rank.offload.remote(PARTS))
+        self._get([rank.offload.remote(PARTS) for rank in self.ranks], while_waiting)
 
     def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
         """The cut, and per data-parallel rank a reference to its micro-batches."""

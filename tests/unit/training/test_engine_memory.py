@@ -9,7 +9,13 @@ import pytest
 
 from rltool.config.train import TrainConfig
 from rltool.models.registry import family_for
-from rltool.training.cluster.engine_memory import BESIDE_BYTES, batch_tokens, engine_memory, token_bytes
+from rltool.training.cluster.engine_memory import (
+    BESIDE_BYTES,
+    batch_tokens,
+    engine_memory,
+    token_bytes,
+    trainer_bytes,
+)
 from rltool.training.cluster.placement import plan_placement
 
 GIB = 1 << 30
@@ -32,9 +38,9 @@ def config(tmp_path: Path):
     def make(*groups, mode: str = "colocate", **more) -> TrainConfig:
         rollout = {"prompts_per_step": 64, "samples_per_prompt": 8} | more.pop("rollout", {})
         return TrainConfig.model_validate({
-            "model": {"path": tmp_path}, "engines": {"mode": mode, "groups": groups or ({},)},
+            "model": more.pop("model", {"path": tmp_path}), "engines": {"mode": mode, "groups": groups or ({},)},
             "rollout": rollout, "sampling": {"max_prompt_tokens": 48, "max_response_tokens": 512},
-            "trainer": {"world_size": 1}, **more,
+            "trainer": more.pop("trainer", {"world_size": 1}), **more,
         })  # fmt: skip
 
     return make
@@ -102,3 +108,20 @@ def test_layers_that_keep_another_number_of_tokens_are_left_to_the_engine(config
 def test_tensor_and_pipeline_parallel_engines_keep_a_part_on_each_gpu(config):
     [cut] = config({"tp": 2, "flags": ["--pipeline-parallel-size", "2"]}, trainer={"world_size": 4}).engines.groups
     assert token_bytes(family_for(SHAPE), SHAPE, cut) == A_TOKEN // 4
+
+
+def test_trainer_and_engines_load_at_once_where_both_have_room(config):
+    bf16 = {"model": {"path": config().model.path, "dtype": "bfloat16"}}
+    assert engine_memory(config(**bf16), H100).beside
+    parameters = LAYERS * (896 * (896 + 2 * 128) + 896 * 896 + 3 * 896 * 4864) + 151936 * 896
+    family = family_for(SHAPE)
+    assert trainer_bytes(config(**bf16), family) == pytest.approx(18 * parameters, rel=0.01)
+    assert trainer_bytes(config(), family) == pytest.approx(16 * parameters, rel=0.01)
+    cut = config(**bf16, trainer={"world_size": 4, "distributed_optimizer": True})
+    assert trainer_bytes(cut, family) == pytest.approx((6 + 12 / 4) * parameters, rel=0.01)
+    found = engine_memory(config(**bf16), 16 * GIB)
+    assert found.caches and not found.beside, "9 GB of the trainer, 9 of the engine"
+    assert not engine_memory(config({"flags": ["--gpu-memory-utilization", "0.1"]}), H100).beside, "it measures"
+    assert plan_placement(config(), gpu=True, memory=engine_memory(config(), H100)).starts_beside
+    assert not plan_placement(config(), gpu=True).starts_beside
+    assert plan_placement(config(), gpu=False).starts_beside
