@@ -154,6 +154,13 @@ class TrainedModel(ABC):
             optim.make_moments(self.optimizer)
         self._offloader.offload(parts)
 
+    def give_back(self, parts: Sequence[Part]) -> None:
+        """In place of `offload` where nothing needs to leave: the device's memory that torch has kept of a step's
+        activations. Moments are made before there are any, or would lie between them."""
+        if "optimizer" in parts:
+            optim.make_moments(self.optimizer)
+        self._offloader.give_back()
+
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
         """Exactly as they were. Raises DeviceFull; parts that are there stay so."""
         self._offloader.onload(parts)

@@ -34,7 +34,7 @@ rest."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """caches: by group, where their size is set; the others take their fraction. lines: for people, one a group.
+    """caches: by group, where their size is set; the others take their fraction. lines: for people.
     beside: trainer and engines have room on the GPUs at once, while nobody computes."""
 
     caches: Mapping[str, CacheSize] = field(default_factory=dict)
@@ -68,7 +68,13 @@ def engine_memory(config: TrainConfig, gpu_bytes: int | None) -> EngineMemory:
             f"group {group.name}: a KV cache of {needed / GIB:.2f} GiB for {tokens:,} tokens in each engine, which a "
             "batch of this run needs at most (a memory flag of your own in engines.groups: flags wins)"
         )
-    return EngineMemory(caches, tuple(lines), _has_room(config, family, caches, gpu_bytes))
+    beside = _has_room(config, family, caches, gpu_bytes)
+    if beside:
+        lines.append(
+            f"the trainer's {trainer_bytes(config, family) / GIB:.1f} GiB a rank stay on the GPUs while engines are "
+            "awake: both have room"
+        )
+    return EngineMemory(caches, tuple(lines), beside)
 
 
 def _has_room(config: TrainConfig, family: Family, caches: Mapping[str, CacheSize], gpu_bytes: int) -> bool:

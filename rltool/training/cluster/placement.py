@@ -22,7 +22,7 @@ class PlacementPlan:
 
     The rollout manager is an actor outside of it that reserves nothing. slots: the engines that the run starts.
     shares_gpus: these have no bundles, they are in the trainer's. memory: what is said of theirs. starts_beside:
-    they load while the trainer does, and not after it has left the GPUs.
+    they load while the trainer does, and not after it has left the GPUs. ranks_stay: it never leaves them.
     """
 
     trainer: tuple[Bundle, ...]
@@ -32,6 +32,7 @@ class PlacementPlan:
     shares_gpus: bool = False
     memory: tuple[str, ...] = ()
     starts_beside: bool = True
+    ranks_stay: bool = False
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -87,8 +88,9 @@ def plan_placement(
         reason = "colocated engines share the trainer's bundles, in turns"
         beside = memory.beside or all(device_of(group, device) == "cpu" for group in groups)
         return PlacementPlan(
-            ranks, (), reason, tuple(slots), shares_gpus=True, memory=memory.lines, starts_beside=beside
-        )
+            ranks, (), reason, tuple(slots), shares_gpus=True, memory=memory.lines, starts_beside=beside,
+            ranks_stay=memory.beside,
+        )  # fmt: skip
     slots = engine_slots(config.engines.groups, device=device, gpus_per_host=gpus_per_host)
     engines = tuple(_bundle(share) for slot in slots if not shares_seat(slot) for share in slot.shares)
     return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))

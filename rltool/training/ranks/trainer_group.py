@@ -48,7 +48,8 @@ class TrainerGroup:
                     group, placement_group_bundle_index=order[rank] if order is not None else rank
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
-            self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
+            actor = TrainerActor.options(**options)
+            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay))
         self.coordinates: list[Any] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
@@ -141,7 +142,8 @@ class TrainerGroup:
         self._get([rank.warm_up.remote() for rank in self.ranks], while_waiting)
 
     def offload(self, while_waiting: Waiting | None = None) -> None:
-        """All of the ranks' memory off their devices, for engines that are about to be started there."""
+        """All of the ranks' memory off their devices, for engines that are about to be started there; where both have
+        room (PlacementPlan.ranks_stay), what the ranks do not need between two steps."""
         self._get([rank.offload.remote(PARTS) for rank in self.ranks], while_waiting)
 
     def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from rltool.algorithms.contracts import example_batch
 from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
+from rltool.megatron.offload import PARTS
 from rltool.training.ranks.sharding import Sharder
+from rltool.training.ranks.trainer_actor import TrainerActor
 
 
 def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_the_batch():
@@ -29,3 +32,26 @@ def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_th
     assert torch.equal(shards.in_order(coordinates, computed(lambda micro: micro.old_logprobs)), batch.old_logprobs)
     wide = shards.in_order(coordinates, computed(lambda micro: torch.stack([micro.tokens, 2 * micro.tokens], 1)))
     assert torch.equal(wide, torch.stack([batch.tokens, 2 * batch.tokens], 1))
+
+
+class Model:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.away: tuple[str, ...] = ()
+
+    def discard_gradients(self) -> None:
+        self.calls.append("discard")
+
+    def offload(self, parts) -> None:
+        self.calls.append("offload")
+
+    def give_back(self, parts) -> None:
+        self.calls.append("give back")
+
+
+@pytest.mark.parametrize(("stays", "calls"), [(False, ["discard", "offload"]), (True, ["give back"])])
+def test_ranks_that_have_room_beside_the_engines_move_nothing(stays, calls):
+    actor = TrainerActor.__ray_metadata__.modified_class(TrainConfig(model={"path": "m"}), 0, None, stays=stays)
+    actor.trainer = model = Model()
+    actor.offload(PARTS)
+    assert model.calls == calls
