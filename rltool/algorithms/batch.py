@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from rltool.algorithms.fields import BatchFields, fields_of, record
-from rltool.algorithms.ragged import sum_per_sample
+from rltool.algorithms.ragged import numbers, sum_per_sample
 
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
@@ -26,8 +26,8 @@ class Ragged:
 
     def select(self, samples: Tensor) -> Ragged:
         """Of these samples, [n] int64, in this order."""
-        pieces = self.values.split(self.lengths.tolist())
-        return Ragged(torch.cat([self.values[:0], *(pieces[i] for i in samples.tolist())]), self.lengths[samples])
+        each = torch.split(self.values, numbers(self.lengths))
+        return Ragged(torch.cat([self.values[:0], *(each[i] for i in numbers(samples))]), self.lengths[samples])
 
 
 @record(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class TrainBatch(BatchFields):
     metadata: name -> [N] float32, the numbers of the samples' train_metadata, for functions of the user's; true is 1
     """
 
-    metadata: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
     def __post_init__(self) -> None:
         num_tokens, num_samples = int(self.lengths.sum()), len(self.lengths)
@@ -95,7 +95,7 @@ class TrainBatch(BatchFields):
         pieces = [torch.arange(int(ends[i] - self.lengths[i]), int(ends[i])) for i in samples]
         token_index = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         sample_index = torch.tensor(samples, dtype=torch.int64)
-        changes = {}
+        changes: dict[str, Any] = {}
         for name, item in fields_of(self).items():
             value = getattr(self, name)
             if isinstance(value, Ragged):
