@@ -34,7 +34,6 @@ class GroupStepAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()
-<<<<<<< HEAD
     def make_moments(self) -> None:
         """Zeros, of every parameter that has none yet."""
         for group in self.param_groups:
@@ -46,10 +45,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-=======
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron has none
->>>>>>> main
         for group in self.param_groups:
             done = int(group.get("step", 0))
             group["step"] = done + 1

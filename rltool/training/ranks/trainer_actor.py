@@ -58,19 +58,9 @@ class TrainerActor:
     def __init__(self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False) -> None:
         """stays: its memory is on its GPU also while colocated engines are awake."""
         redirect_output(log_file)
-<<<<<<< HEAD
         self.config, self.rank, self.stays = config, rank, stays
-        self.sender: WeightSender | None = None
-        self.trainer: Any = None
-        self.critic: Any = None
-        self.saver: Any = None
-        self.recorder: Any = None
-=======
-        self.config = config
-        self.rank = rank
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
->>>>>>> main
 
     def device(self) -> RankDevice:
         """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each
@@ -151,16 +141,11 @@ class TrainerActor:
 
     # -- training
 
-<<<<<<< HEAD
     def warm_up(self) -> None:
-        self.trainer.warm_up()
+        self._here.trainer.warm_up()
 
-    def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
-        return self.trainer.compute_logprobs(micro_batches, weights=weights)
-=======
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
         return self._here.trainer.compute_logprobs(micro_batches, weights=weights)
->>>>>>> main
 
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
         return self._here.trainer.compute_logprobs_and_entropies(micro_batches)

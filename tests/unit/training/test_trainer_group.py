@@ -52,6 +52,7 @@ class Model:
 @pytest.mark.parametrize(("stays", "calls"), [(False, ["discard", "offload"]), (True, ["give back"])])
 def test_ranks_that_have_room_beside_the_engines_move_nothing(stays, calls):
     actor = TrainerActor.__ray_metadata__.modified_class(TrainConfig(model={"path": "m"}), 0, None, stays=stays)
-    actor.trainer = model = Model()
+    model = Model()
+    actor._started = SimpleNamespace(trainer=model, critic=None)
     actor.offload(PARTS)
     assert model.calls == calls
