@@ -36,6 +36,7 @@ from rltool.engines.launch.plan import (
     port_needs,
     seat_slots,
     shares_seat,
+    start_order,
     url_of,
 )
 from rltool.engines.launch.ready import process_role
@@ -132,7 +133,7 @@ class ManagedEngines:
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
-        longest = max(launch.ready_timeout for launch in self._launches)
+        longest = max(launch.ready_timeout for launch in self._launches) * len(start_order(self._launches))
         see = self._seeing(look)
         answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", see)
         found = by_model(self._launches, [engine for at in answers for engine in at])
