@@ -93,11 +93,6 @@ def check_groups(config: Sections) -> None:
                 f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
                 "(trainer.gpus), the ranks' first"
             )
-        if group.engines_per_gpu > 1:
-            raise ValueError(
-                f"group {group.name!r}: engines_per_gpu is for serve-engines: the engines that a run starts have "
-                "bundles of their own, or share the trainer's GPUs; leave it out"
-            )
     policy = [group for group in config.engines.groups if group.model == POLICY and group.role != "placeholder"]
     if not policy:
         raise ValueError(

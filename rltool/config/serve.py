@@ -63,9 +63,9 @@ class EngineGroup(Config):
     """serve-engines: GPU indices of this host, given to the engines in order; empty: the next ones. train chooses for
     all groups (trainer.gpus)."""
     engines_per_gpu: int = Field(default=1, ge=1)
-    """serve-engines: this many consecutive engines share the same GPUs, and start one after the other, or all at
-    once where flags have --kv-cache-memory-bytes. Each has its part of the memory, unless flags set how much. More
-    tokens where one engine's CPU work holds it back: small models."""
+    """This many consecutive engines share the same GPUs, and start one after the other, or all at once where flags
+    have --kv-cache-memory-bytes. Each has its part of the memory, unless flags set how much. More tokens where one
+    engine's CPU work holds it back: small models."""
     device: Device | None = None
     """None: with serve-engines cuda, in a run what the trainer runs on."""
     host: str | None = None

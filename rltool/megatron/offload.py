@@ -87,6 +87,10 @@ class Offloader:
             self._away[part] = away
             for storage in away.storages:
                 _empty(storage)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What torch has cached of the device's memory, and nothing uses."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -169,7 +169,7 @@ def _phase_chart(metrics: Metrics) -> str:
     return _card("Where the time goes", "Seconds of each step by phase.", chart)
 
 
-NO_PHASES = ("step", "logprobs", "values", "reward", "wait", "non_generation")
+NO_PHASES = ("step", "logprobs", "values", "reward", "wait", "non_generation", "wake")
 """time/NAME_seconds that contain a phase, are part of one, or overlap with one."""
 
 

@@ -82,7 +82,9 @@ class Evaluations:
                 f"the evaluation after step {done} is skipped: that of step {self._running.step} still runs"
             )
             return {"eval/skipped": 1.0}
+        started = time.perf_counter()
         self._engines.start_evaluation(done)
+        self._waited += time.perf_counter() - started
         self._running = _Running(done, self._engines.weight_version)
         self._checkpoints.awaits(done)
         if not self._config.eval.blocking and done != self._config.steps:

@@ -65,8 +65,8 @@ class Engines(Evaluator, Protocol):
         ...
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
-        time/sync_seconds."""
+        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/*,
+        time/sync_seconds and what else took time."""
         ...
 
 
@@ -217,7 +217,8 @@ class Loop:
         self.sourced = replace(sourced, batch=sourced.batch.here())  # kept until the next batch is there
         check_has_routing(self.config, sourced.batch)
         metrics.update(sourced.metrics)
-        with self._keeping_samples(step, sourced):
+        with self._keeping_samples(step, sourced, metrics):
+            metrics.update(self.trainer.take_gpus())
             with timed(metrics, "time/train_seconds"):
                 metrics.update(self.train(sourced.batch))
             self.coefficients = self.coefficients.adapted(algorithm, metrics)
@@ -233,7 +234,8 @@ class Loop:
         """
         algorithm = self.config.algorithm
         if is_due(algorithm.reference_update_steps, done):
-            self.trainer.update_reference()
+            with timed(metrics, "time/reference_seconds"):
+                self.trainer.update_reference()
         if self.stop.requested:
             return
         evaluates = self.evaluations.begins(done)
@@ -389,16 +391,17 @@ class Loop:
         return done < self.config.steps or self.config.checkpoint.save_at_end
 
     @contextmanager
-    def _keeping_samples(self, step: int, sourced: SourcedBatch) -> Iterator[None]:
+    def _keeping_samples(self, step: int, sourced: SourcedBatch, metrics: dict[str, float]) -> Iterator[None]:
         """Also where the block fails: samples of the step on which trainer and engines disagreed are those to look
         at. The step counts before they are written: where they cannot be, its weights are saved under its number."""
         self.scored = None
-        with self._afterwards(lambda: self._keep_samples(step, sourced)):
+        with self._afterwards(lambda: self._keep_samples(step, sourced, metrics)):
             yield
 
-    def _keep_samples(self, step: int, sourced: SourcedBatch) -> None:
+    def _keep_samples(self, step: int, sourced: SourcedBatch, metrics: dict[str, float]) -> None:
         if self.samples is not None:
-            self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
+            with timed(metrics, "time/samples_seconds"):
+                self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
 
     @contextmanager
     def _recording(self, step: int, metrics: dict[str, float]) -> Iterator[None]:

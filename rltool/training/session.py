@@ -117,6 +117,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stack.enter_context(marking(run, state))
         end_left_behind(run, report=console.print)
         console.print(f"placement: {prepared.plan.describe()}")
+        for line in prepared.plan.memory:
+            console.log_line(line)
         if prepared.gpus:
             console.log_line(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:
@@ -144,7 +146,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         if prepared.expected is not None and group is not None:
             managed = ManagedEngines(config, run, prepared.plan, group, places, log_dir, console)
             stack.callback(managed.close)
-            if not prepared.plan.shares_gpus:
+            if prepared.plan.starts_beside:
                 _begin(managed, console, look)
         ranks_at = in_order([place for place in places if place.bundle < len(prepared.plan.trainer)])
         order = [place.bundle for place in ranks_at]
@@ -164,8 +166,14 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         if managed is not None:
-            if prepared.plan.shares_gpus:  # engines look how much memory there is when they load
-                trainer.offload()
+            # The order: engines that take what they find free on the trainer's GPUs (a fraction, as they measure it
+            # when they start) come after it has left. All others load beside it, and while they do it compiles its
+            # kernels, which needs its parameters, and allocates the host's memory that these will wait in.
+            if prepared.plan.starts_beside:
+                trainer.warm_up(look)
+            if prepared.plan.shares_gpus:
+                trainer.offload(look)
+            if not prepared.plan.starts_beside:
                 _begin(managed, console, look)
             with waiting(
                 "waiting for the engines (engines.groups: ready_timeout)", console.log_line,

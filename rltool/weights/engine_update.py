@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,6 +78,8 @@ class EngineUpdate:
         """When it was to stand still; None: it has not been asked."""
         self.paused_seconds = 0.0
         """From then until it went on."""
+        self.wake_seconds = 0.0
+        """For which it took its memory back."""
         self.received_at: float | None = None
         """When it had all that the ranks have sent."""
         self.goes_on = False
@@ -107,7 +109,8 @@ class EngineUpdate:
         if self._in_one_request is not None:  # which `_take` sends
             self._begin()
             return
-        await self._calls.run(self.endpoint, self._stop())
+        with self._waking():
+            await self._calls.run(self.endpoint, self._stop())
         self._has_room = True
         self._require_paused()
         self._begin()
@@ -132,7 +135,8 @@ class EngineUpdate:
             with suppress(EngineError):  # it is to go on all the same
                 await self._calls.run_briefly(self.endpoint, self._control.abandon())
         try:
-            await run(self.endpoint, self._go_on())
+            with self._waking():
+                await run(self.endpoint, self._go_on())
             self.is_asleep = self.is_asleep and not self._has_room
         finally:
             self._stood_still()
@@ -331,6 +335,15 @@ class EngineUpdate:
         if self.plan.gpus is not None and self.is_asleep:
             return [*self.plan.gpus.residency(self.engine.info).caches_back(), *resume]
         return resume
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.is_asleep:
+                self.wake_seconds += time.perf_counter() - started
 
     def _stood_still(self) -> None:
         if self.paused_at is not None:

@@ -10,7 +10,8 @@ a pause stands for it, and the processes take turns all the same.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -131,6 +132,8 @@ class SharedGpus:
 
     def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]]) -> None:
         self._ranks, self._trainer_device, self.end = trainer.ranks, trainer.device, end
+        self.offload_seconds = 0.0
+        """For which the ranks gave their memory away in the last `parameters`."""
 
     def residency(self, info: EngineInfo) -> EngineResidency:
         return residency_of(info, self._trainer_device, updated=True)
@@ -139,9 +142,15 @@ class SharedGpus:
     async def parameters(self) -> AsyncIterator[None]:
         """Inside, the ranks have their parameters on their devices and nothing else of the training; after it, not
         even these."""
-        await self._ranks.offload(TRAINED)
+        self.offload_seconds = 0.0
+        await self._offload(TRAINED)
         await self._ranks.onload(SENT)
         try:
             yield
         finally:
-            await self._ranks.offload(SENT)
+            await self._offload(SENT)
+
+    async def _offload(self, parts: Sequence[Part]) -> None:
+        started = time.perf_counter()
+        await self._ranks.offload(parts)
+        self.offload_seconds += time.perf_counter() - started

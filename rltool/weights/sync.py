@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet.engine_set import EngineSet
@@ -81,12 +81,13 @@ class WeightSync:
             asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
             async with self.gpus.parameters():
                 try:
-                    return await self._sync(version, check_all=check_all, only=only)
+                    report = await self._sync(version, check_all=check_all, only=only)
                 finally:
                     awake = [update.url for update in self._updates if not update.is_asleep]
                     for url in asleep:
                         if url not in awake:
                             await self.gpus.end(url, "it did not wake up")
+            return replace(report, offload=self.gpus.offload_seconds)
 
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started, phases = time.perf_counter(), dict[str, float]()
@@ -142,6 +143,7 @@ class WeightSync:
             str(version), sum(map(bucket_bytes, self._buckets)), time.perf_counter() - started, phases,
             tuple(update.url for update in updated), failures, difference,
             max(update.paused_seconds for update in updates), sent.patch_bytes, sent.memory,
+            wake=max(update.wake_seconds for update in updates),
         )  # fmt: skip
 
     async def leave_engine(self, url: str) -> None:

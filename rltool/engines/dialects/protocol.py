@@ -245,12 +245,13 @@ class ParallelFlags:
 class MemoryFlags:
     """fraction: the flag of the engine's part of a GPU's memory; None: it has none. of_free: that part is of what is
     free when it starts, not of the whole. kv_cache: a flag with which it does not measure at its start how much is left
-    for its KV cache. sleep: flags with which it can sleep; (): it cannot. keep_weights: further flags, for a sleep that
-    keeps the weights in the host's memory."""
+    for its KV cache; kv_cache_depends: others that change how large that has to be. sleep: flags with which it can
+    sleep; (): it cannot. keep_weights: further flags, for a sleep that keeps the weights in the host's memory."""
 
     fraction: str | None = None
     of_free: bool = False
     kv_cache: str | None = None
+    kv_cache_depends: tuple[str, ...] = ()
     sleep: tuple[str, ...] = ()
     keep_weights: tuple[str, ...] = ()
 

@@ -72,8 +72,14 @@ class VllmLaunching(Launches):
         data=("--data-parallel-size", "-dp"),
     )
     memory = MemoryFlags(
-        fraction="--gpu-memory-utilization", kv_cache="--kv-cache-memory-bytes", sleep=("--enable-sleep-mode",)
-    )
+        fraction="--gpu-memory-utilization",
+        kv_cache="--kv-cache-memory-bytes",
+        kv_cache_depends=(
+            "--num-gpu-blocks-override", "--kv-cache-dtype", "--block-size", "--speculative-config",
+            "--kv-transfer-config", "--config", "--decode-context-parallel-size", "-dcp",
+        ),
+        sleep=("--enable-sleep-mode",),
+    )  # fmt: skip
     tokenizer_flags = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
 
     def argv(self, launch: EngineLaunch) -> list[str]:

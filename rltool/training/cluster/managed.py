@@ -35,6 +35,8 @@ from rltool.engines.launch.plan import (
     plan_engines,
     port_needs,
     seat_slots,
+    shares_seat,
+    start_order,
     url_of,
 )
 from rltool.engines.launch.ready import process_role
@@ -79,7 +81,9 @@ def expected_plan(
 
 def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
     models = order_of_file(config).models
-    return Settings(models, run.key_file, run.state_dir, device=plan.device, spread=spread)
+    return Settings(
+        models, run.key_file, run.state_dir, device=plan.device, spread=spread, in_turns=plan.shares_gpus
+    )
 
 
 class ManagedEngines:
@@ -129,7 +133,7 @@ class ManagedEngines:
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
-        longest = max(launch.ready_timeout for launch in self._launches)
+        longest = max(launch.ready_timeout for launch in self._launches) * len(start_order(self._launches))
         see = self._seeing(look)
         answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", see)
         found = by_model(self._launches, [engine for at in answers for engine in at])
@@ -186,10 +190,11 @@ class ManagedEngines:
         if self._plan.shares_gpus:
             return seat_slots(self._plan.slots, hosts_of(self._places))
         places = iter(sorted(self._places, key=lambda place: place.bundle))
-        return [
-            tuple(Seat(place.node, place.address, place.gpus) for _, place in zip(slot.shares, places, strict=False))
-            for slot in self._plan.slots
-        ]
+        seats: list[tuple[Seat, ...]] = []
+        for slot in self._plan.slots:
+            taken = () if shares_seat(slot) else tuple(place for _, place in zip(slot.shares, places, strict=False))
+            seats.append(tuple(Seat(at.node, at.address, at.gpus) for at in taken) or seats[-1])
+        return seats
 
     def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
         who = [f"the starter of engines on host {node}" for node, _ in self._hosts]

@@ -73,8 +73,8 @@ class RolloutActor:
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)
 
-    async def free_gpus(self) -> None:
-        await self._service.free_gpus()
+    async def free_gpus(self) -> float:
+        return await self._service.free_gpus()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         return await self._service.hold_evaluation_engines(step)

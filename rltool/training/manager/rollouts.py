@@ -91,11 +91,13 @@ class Rollouts:
     # -- the loop's calls
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the weights after `step` training steps. Returns weights/* and time/sync_seconds.
+        """Bring the engines to the weights after `step` training steps. Returns weights/* and the seconds of it:
+        time/sync_seconds, and of colocated engines time/offload_seconds beside it and time/wake_seconds within it.
 
         A sync is not interrupted: a stop waits for it, and its own deadlines end it. While there is no engine to sync,
         a signal ends the wait.
         """
+        started = time.perf_counter()
         self._has_gpus = True  # however it ends: the ranks' memory may be away
         report = self._sync(self._actor.sync_weights.remote(step))
         self._synced = step
@@ -103,7 +105,9 @@ class Rollouts:
         if report.failed or newly_connected:
             self.console.print(report.line())
         self._show_events()
-        return report.metrics()
+        turns = {"time/offload_seconds": report.offload, "time/wake_seconds": report.wake} if self._shares_gpus else {}
+        seconds = time.perf_counter() - started - report.offload
+        return {**report.metrics(), **turns, "time/sync_seconds": seconds}
 
     def next_batch(self, step: int) -> SourcedBatch:
         """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends
@@ -146,16 +150,21 @@ class Rollouts:
             write_evaluated(self._evals_dir, found, self.config, step=step)
         return found.metrics
 
-    def free_gpus(self) -> None:
-        """Colocated engines leave their GPUs to the trainer, until weights are synced next. Called before what
-        the trainer needs its memory for; those that have GPUs of their own keep them."""
+    def free_gpus(self) -> dict[str, float]:
+        """Colocated engines leave their GPUs to the trainer, until weights are synced next. Called before what the
+        trainer needs its memory for; those that have GPUs of their own keep them. Returns time/sleep_seconds and
+        time/onload_seconds where there was something to do."""
         if self._shares_gpus and self._has_gpus:
-            deadlines = self.config.deadlines
+            started, deadlines = time.perf_counter(), self.config.deadlines
             loading = max(group.ready_timeout for group in self.config.engines.groups)
             seconds = 4 * deadlines.sync + loading + deadlines.step
-            self._call(self._actor.free_gpus.remote(), seconds, "deadlines.sync, ready_timeout and deadlines.step")
+            name = "deadlines.sync, ready_timeout and deadlines.step"
+            onload: float = self._call(self._actor.free_gpus.remote(), seconds, name)
             self._has_gpus = False
             self._show_events()
+            asleep = time.perf_counter() - started - onload
+            return {"time/sleep_seconds": asleep, "time/onload_seconds": onload}
+        return {}
 
     def state_dict(self, done: int) -> SourceState:
         return self._call(self._actor.state_dict.remote(done), self.config.deadlines.close, "deadlines.close")

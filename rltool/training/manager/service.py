@@ -276,18 +276,17 @@ class RolloutService:
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
         assert self._weights is not None
-        if self._turns is not None:
-            await self._turns.to_engines()
+        offload = await self._turns.to_engines() if self._turns is not None else 0.0
         report = await self._weights.update(step)
-        if self._turns is not None:
-            await self._turns.wake_others()
+        wake = await self._turns.wake_others() if self._turns is not None else 0.0
         self.collector.weights_published()
-        return report
+        return replace(report, offload=report.offload + offload, wake=report.wake + wake)
 
-    async def free_gpus(self) -> None:
-        """Colocated engines sleep, and the trainer's ranks have their memory again. The next sync turns that round."""
+    async def free_gpus(self) -> float:
+        """Colocated engines sleep, and the trainer's ranks have their memory again: the seconds of the latter are
+        returned. The next sync turns that round."""
         assert self._turns is not None, "engines with GPUs of their own keep them"
-        await self._turns.to_trainer()
+        return await self._turns.to_trainer()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         """Engines for evaluation alone get the weights after `step` training steps, and hold them through the

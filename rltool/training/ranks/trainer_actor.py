@@ -54,10 +54,10 @@ class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
-    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
+    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False) -> None:
+        """stays: its memory is on its GPU also while colocated engines are awake."""
         redirect_output(log_file)
-        self.config = config
-        self.rank = rank
+        self.config, self.rank, self.stays = config, rank, stays
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
@@ -140,6 +140,9 @@ class TrainerActor:
 
     # -- training: micro-batches come with references to their wide fields, which are read here
 
+    def warm_up(self) -> None:
+        self._here.trainer.warm_up()
+
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
         return self._here.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
@@ -188,8 +191,12 @@ class TrainerActor:
     # -- memory that engines on the same GPUs take in turns
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Between two steps: gradients are of no use then, and zeros need no room on the host."""
+        """Between two steps: gradients are of no use then, and zeros need no room on the host. Of ranks that stay only
+        what torch has cached."""
         for model in self._models():
+            if self.stays:
+                model.give_back(parts)
+                continue
             if "gradients" in parts and "gradients" not in model.away:
                 model.discard_gradients()
             model.offload(parts)

@@ -51,12 +51,14 @@ class TrainerGroup:
                     group, placement_group_bundle_index=order[rank] if order is not None else rank
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
-            self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
+            actor = TrainerActor.options(**options)
+            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay))
         self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
-        self.take_gpus: Callable[[], None] = lambda: None
-        """Called before what needs the ranks' memory on their devices: colocated engines leave them then."""
+        self.take_gpus: Callable[[], dict[str, float]] = dict[str, float]
+        """Called before what needs the ranks' memory on their devices: colocated engines leave them then. Returns the
+        seconds of it, as metrics."""
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
@@ -141,9 +143,14 @@ class TrainerGroup:
     def parameter_hash(self) -> str:
         return self._compute(lambda rank: rank.parameter_hash.remote())[0]
 
-    def offload(self) -> None:
-        """All of the ranks' memory off their devices, for engines that are about to be started there."""
-        self._all(lambda rank: rank.offload.remote(PARTS))
+    def warm_up(self, while_waiting: Waiting | None = None) -> None:
+        """Compile what a step needs. Changes no state."""
+        self._get([rank.warm_up.remote() for rank in self.ranks], while_waiting)
+
+    def offload(self, while_waiting: Waiting | None = None) -> None:
+        """All of the ranks' memory off their devices, for engines that are about to be started there; where both have
+        room (PlacementPlan.ranks_stay), what the ranks do not need between two steps."""
+        self._get([rank.offload.remote(PARTS) for rank in self.ranks], while_waiting)
 
     def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
         """The cut, and per data-parallel rank a reference to its micro-batches."""

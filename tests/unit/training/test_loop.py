@@ -7,6 +7,7 @@ import json
 import math
 import shutil
 import signal
+import time
 import weakref
 
 import pytest
@@ -76,6 +77,9 @@ class World:
         return {"eval/heldout/accuracy": self.accuracy}
 
     # trainer
+    def take_gpus(self):
+        return {}
+
     def logprobs(self, batch, weights="policy"):
         self._do("logprobs" if weights == "policy" else weights)
         return torch.full((len(batch.tokens),), self.trainer_logprob)
@@ -852,6 +856,47 @@ def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):
     names = {name for record in run.records() for name in record if "/" in name}
     assert undocumented(names) == []
     assert {"train/effective_sample_fraction", "train/tokens_per_second", "time/non_generation_seconds"} <= names
+
+
+def test_the_parts_of_a_step_are_the_whole_step(tmp_path, monkeypatch):
+    """By a clock that only the parts move. What is inside another part (wake, logprobs, generate) is not added."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Turns(World):
+        def next_batch(self, step):
+            now[0] += 10
+            return super().next_batch(step)
+
+        def take_gpus(self):
+            now[0] += 0.3
+            return {"time/sleep_seconds": 0.1, "time/onload_seconds": 0.2}
+
+        def optimizer_step(self):
+            now[0] += 3
+            return super().optimizer_step()
+
+        def update_reference(self):
+            now[0] += 0.7
+
+        def sync_weights(self, step):
+            now[0] += 0.9
+            return {**super().sync_weights(step), "time/offload_seconds": 0.4, "time/sync_seconds": 0.5}
+
+        def evaluated(self, *, wait):
+            now[0] += 2
+            return super().evaluated(wait=wait)
+
+    algorithm = {"kl_coef": 0.1, "reference_update_steps": 1}
+    run = Run(tmp_path, Turns(), steps=3, algorithm=algorithm, eval={"sets": {"heldout": "h"}, "every_steps": 1})
+    run.loop.run()
+    steps = [record for record in run.records() if "train/loss" in record]
+    parts = ("wait", "sleep", "onload", "train", "reference", "offload", "sync", "eval")
+    for record in steps:
+        assert sum(record.get(f"time/{part}_seconds", 0.0) for part in parts) == pytest.approx(
+            record["time/step_seconds"]
+        )
+    assert {f"time/{part}_seconds" for part in parts} <= steps[0].keys()
 
 
 def test_a_long_rollout_says_how_long_it_will_take():

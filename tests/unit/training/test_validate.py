@@ -49,7 +49,6 @@ def test_a_sound_configuration_passes(base):
         (['weights.transport="ipc"'], r'engines\.mode = "external" contradict each other: CUDA IPC is for engines on'),
         ([MANAGED, "engines.external=[]", 'engines.groups=[{role="placeholder"}]'], "no engine to start"),
         ([MANAGED, "engines.external=[]", "engines.groups=[{gpus=[0]}]"], "names gpus.*--gpus"),
-        ([MANAGED, "engines.external=[]", "engines.groups=[{count=2,engines_per_gpu=2}]"], "is for serve-engines"),
         (
             [MANAGED, "engines.external=[]", 'engines.groups=[{engine="sglang",role="prefill"}]'],
             "prefill and decode go together",
