@@ -74,14 +74,14 @@ async def generate(
     """request.n completions; each call is made once.
 
     timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
-    calls, fails, and where SGLang sampled with other weights than `version`, those of both when this was called.
+    calls, fails, and where a sample has other weights than `version`, those of both when this was called.
     Raises what EngineClient.generate does; PrefillFailed for all that happens at the prefill engine but a refusal.
     """
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
         if _pairing_of(decode) == "side_by_side":
             return _side_by_side(client, prefill, decode, one, timeout, version)
-        return _in_turn(client, prefill, decode, one, timeout, may_decode)
+        return _in_turn(client, prefill, decode, one, timeout, may_decode, version)
 
     return await all_of(sample(one) for one in one_by_one(request))
 
@@ -155,7 +155,7 @@ async def _prefill(client: EngineClient, engine: EngineEndpoint, request: HttpRe
 
 async def _in_turn(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
-    may_decode: Callable[[], bool],
+    may_decode: Callable[[], bool], version: str | None,
 ) -> Completion:  # fmt: skip
     engine_dialect = dialect(decode.dialect or "", plugin=bool(decode.plugin))
     loop = asyncio.get_running_loop()
@@ -167,7 +167,8 @@ async def _in_turn(
     done = await _once(client, decode, second, max(ends - loop.time(), 0.001))
     with making_sense_of(f"generation at {decode.url}"):
         [completion] = engine_dialect.parse_generate(request, [done])
-    return completion
+    # A request that is on its way when a sync begins is not there to be aborted, and finds the cache after it.
+    return _sampled_with(version, completion, prefill, decode)
 
 
 def prefill_request(decode: HttpRequest) -> HttpRequest:
@@ -202,6 +203,12 @@ async def _side_by_side(
     _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])
     with making_sense_of(f"generation at {decode.url}"):
         [completion] = engine_dialect.parse_generate(request, [done])
+    return _sampled_with(version, completion, prefill, decode)
+
+
+def _sampled_with(
+    version: str | None, completion: Completion, prefill: EngineEndpoint, decode: EngineEndpoint
+) -> Completion:
     if version is not None and any(span.version != version for span in completion.versions):
         raise CacheOutdated(f"{decode.url} sampled with other weights than those that {prefill.url} was asked with")
     return completion
