@@ -139,6 +139,9 @@ class VllmLaunching(Launches):
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": "1",
+                # --enforce-eager leaves three small functions of the sampler and the embedding to torch.compile: 19 s
+                # of g++ in the first request of a machine, 2 s in that of each engine.
+                "TORCHDYNAMO_DISABLE": "1",
             }
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
         else:
