@@ -19,14 +19,14 @@ TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py d
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
 
-# Two files at a time (the tests wait for starting processes more than they compute), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
+# Two files at a time (the tests wait for starting processes more than they compute; those that share engines are one file to it), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
 test: venv venv-sglang
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The same tests on Python 3.12 (PYTHON312 names the interpreter), in environments of their own; SGLang's is the one of `make test`.
 test-312: venv-sglang
 	PYTHON=$(PYTHON312) requirements/setup.sh .venv-312
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The trainer's tests on Megatron-core 0.19, which needs Python 3.12 (PYTHON312 names the interpreter); `make test` has 0.16 and does not run this.
 test-megatron-019:
@@ -54,13 +54,13 @@ wheel: venv
 	.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	.venv/bin/python -m pytest -m long tests/e2e/test_wheel.py $(ARGS)
 
-# What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
-# NIXL is what prefill and decode engines hand KV caches over with; its CUDA build works without a GPU.
+# What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, bf16 layouts over four ranks.
+# It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py).
+# NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
 test-long: venv venv-sglang
-	.venv/bin/python -m pip install --quiet --no-deps $(NIXL)
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long --long-report build/test-long.json $(ARGS)
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:
