@@ -15,7 +15,7 @@ from tests.e2e.test_managed import alive_with, engines_of, job, started_anew, st
 
 __all__ = ["job"]  # the fixture
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ENGINES = (
     'engines.groups=[{name="main",count=2,engines_per_gpu=2,device="cpu",max_model_len=64},'
@@ -27,6 +27,21 @@ PARITY = 1e-4
 """Mean |log-probability difference| of trainer and engines, both in fp32: the run itself stops above it (write_job)."""
 
 
+def test_an_engine_and_the_trainer_take_turns_and_agree(job):
+    sets = [
+        'engines.mode="colocate"', 'engines.groups=[{name="main",device="cpu",max_model_len=64}]', "eval.sets={}",
+        "optimizer_steps_per_rollout=1",
+    ]  # fmt: skip
+    said = job("train", "one", sets=sets)
+    assert "placement: 1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles" in said
+    steps = job.steps("one")
+    assert len(steps) == 3 and max(record["train/logprob_abs_diff_mean"] for record in steps) < PARITY
+    assert all(record["train/grad_norm"] > 0 for record in steps)
+    assert len({version for record in steps for version in record["weight_versions"]}) == 3, "each samples anew"
+    assert engines_of(job, "one") == {} and alive_with(job, "one") == []
+
+
+@pytest.mark.long
 def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
     """Two engines of the policy and a judge; one is killed, is started in an engines' turn, and serves again after its
     sync. Every step's log-probabilities agree, and a checkpoint in the middle makes the engines sleep once more."""
@@ -73,6 +88,7 @@ def test_engines_and_trainer_take_turns_and_a_killed_engine_comes_back(job):
     assert Endpoints.load(job.runs / "turns" / "endpoints.json").models == {}
 
 
+@pytest.mark.long
 def test_sigterm_to_the_process_group_after_the_last_step_leaves_nothing(job):
     """As `timeout` sends it, at the moment when nothing is left to do but to take the run apart."""
     sets = [

@@ -12,7 +12,7 @@ from rltool.config.algorithm import CriticConfig
 from rltool.megatron.offload import PARTS, tensors_of
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 
@@ -102,15 +102,17 @@ def case_round_trip(place, path, settings, batch):
         return size, empty, len(before), step(trainer, batch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed optimizer"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "distributed optimizer"]
+)
 def test_every_tensor_comes_back_bit_by_bit_and_training_goes_on_as_if_it_had_not_left(
     ranks, tmp_path, dtype, distributed
 ):
     check(ranks, tmp_path, {"dtype": dtype, "trainer": {"distributed_optimizer": distributed}})
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["TP2", "PP2"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.long)], ids=["TP2", "PP2"])
 def test_so_it_is_with_a_model_that_is_cut(ranks, tmp_path, layout):
     check(ranks, tmp_path, layout)
 
