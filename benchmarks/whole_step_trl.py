@@ -10,8 +10,9 @@ which is less work. The first --exclude steps are left out. Prints a table of me
 the answer of the engine, HTTP and JSON included; logprobs those of the trainer that TRL's correction for the engine's
 probabilities takes; other what TRL does besides to make a batch; train forward, backward and the optimizer.
 
---mode transformers generates in the trainer instead, as TRL does without vLLM; there is no weight sync then. --cpu is
-for trying it: `--size tiny --cpu --mode transformers`.
+--mode colocate has vLLM in the trainer's process and on its GPU, with --memory of it; awake all the time, which is
+TRL's default, or with --sleep. --mode transformers generates in the trainer instead, as TRL does without vLLM; there
+is no weight sync then. --cpu is for trying it: `--size tiny --cpu --mode transformers`.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ class Bench:
         args = self.args
         return {
             "model": str(self.model), "data": str(self.data), "output": str(self.work / "trl-output"),
+            "mode": args.mode, "memory": args.memory, "sleep": args.sleep, "longest": self.longest,
             "server": url, "group_port": free_port(), "server_seconds": args.server_seconds, "cpu": args.cpu,
             "weights": weights, "attention": args.attention, "gradient_checkpointing": args.gradient_checkpointing,
             "micro_batch": micro_batch, "steps": args.steps, "prompts": args.prompts, "samples": args.samples,
@@ -212,7 +214,9 @@ class Bench:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", "--size", choices=SHAPES, default="0.5B")
-    parser.add_argument("--mode", choices=("server", "transformers"), default="server")
+    parser.add_argument("--mode", choices=("server", "colocate", "transformers"), default="server")
+    parser.add_argument("--memory", type=float, default=0.3, help="vllm_gpu_memory_utilization of --mode colocate")
+    parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode of --mode colocate")
     parser.add_argument("--engine-gpu", default="0")
     parser.add_argument("--trainer-gpu", default="1")
     parser.add_argument("--cpu", action="store_true")

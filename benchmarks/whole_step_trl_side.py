@@ -99,7 +99,12 @@ def grpo_config(settings: dict[str, Any]) -> GRPOConfig:
     loss (the mean over the batch's tokens), no KL term, fused AdamW, the correction for the engine's probabilities."""
     steps = settings["prompts"] * settings["samples"] // settings["micro_batch"]
     engine: dict[str, Any] = {"use_vllm": False}
-    if settings["server"] is not None:
+    if settings["mode"] == "colocate":
+        engine = dict(
+            use_vllm=True, vllm_mode="colocate", vllm_gpu_memory_utilization=settings["memory"],
+            vllm_enable_sleep_mode=settings["sleep"], vllm_max_model_length=settings["longest"],
+        )  # fmt: skip
+    elif settings["mode"] == "server":
         engine = dict(
             use_vllm=True, vllm_mode="server", vllm_server_base_url=settings["server"],
             vllm_group_port=settings["group_port"], vllm_server_timeout=settings["server_seconds"],

@@ -44,8 +44,9 @@ async def run(task: Any) -> float:
         if not said.tool_calls:
             return float((said.content or "").strip() == task.row["label"])
         messages.append(said.model_dump(exclude_none=True))
-        for call in said.tool_calls:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result_of(call)})
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": result_of(call)} for call in said.tool_calls
+        ]
     return 0.0
 
 

@@ -57,6 +57,7 @@ class AgentEpisodes:
 
     async def _episode(self, sample: Sample, context: GenerateContext) -> list[Sample]:
         sample.clear()
+        failure = ""
         async with self._slots:
             for attempt in range(1 + self._limits.retries):
                 self.counts.update(agent_retries=int(attempt > 0), agent_episodes=1)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rltool.algorithms.ragged import at_last_loss_token, discounted_to_go
+from rltool.algorithms.ragged import at_last_loss_token, discounted_to_go, numbered
 
 STD_EPSILON = 1e-6
 WHITEN_EPSILON = 1e-8
@@ -23,7 +23,7 @@ def _by_group(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tenso
     """
     if rewards.shape != group_ids.shape or rewards.dim() != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must be equal vectors")
-    _, group = group_ids.unique(return_inverse=True)
+    _, group, _ = numbered(group_ids)
     values = rewards.double()  # sums over large groups of near-equal rewards cancel badly in float32
     zeros = torch.zeros(int(group.max()) + 1 if len(group) else 0, dtype=torch.float64)
     count = zeros.index_add(0, group, torch.ones_like(values))
@@ -149,7 +149,7 @@ def reinforce_pp_baseline_advantages(
     """
     group, count, centred = _by_group(rewards, group_ids)
     if episode_ids is not None:
-        _, episode, samples = episode_ids.unique(return_inverse=True, return_counts=True)
+        _, episode, samples = numbered(episode_ids)
         share = 1.0 / samples[episode].double()
         zeros = torch.zeros_like(count)
         episodes = zeros.index_add(0, group, share)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rltool.algorithms.fields import BatchFields, Field, fields_of, record
-from rltool.algorithms.ragged import sum_per_sample
+from rltool.algorithms.ragged import as_array, numbered, numbers, sum_per_sample
 
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
@@ -27,8 +27,8 @@ class Ragged:
 
     def select(self, samples: Tensor) -> Ragged:
         """Of these samples, [n] int64, in this order."""
-        pieces = self.values.split(self.lengths.tolist())
-        return Ragged(torch.cat([self.values[:0], *(pieces[i] for i in samples.tolist())]), self.lengths[samples])
+        each = torch.split(self.values, numbers(self.lengths))
+        return Ragged(torch.cat([self.values[:0], *(each[i] for i in numbers(samples))]), self.lengths[samples])
 
 
 Rows = np.ndarray[Any, Any]
@@ -60,7 +60,10 @@ class Wide:
         samples = [dict(zip(rows, own, strict=True)) for own in zip(*rows.values(), strict=True)]
         sizes = [sum(value.nbytes for value in sample.values()) for sample in samples]
         enough = max(BLOCK_BYTES, sum(sizes) // MOST_BLOCKS)
-        blocks, places, block, held = [], [], [], 0
+        blocks: list[Any] = []
+        places: list[tuple[int, int]] = []
+        block: list[dict[str, Rows]] = []
+        held = 0
         for sample, size in zip(samples, sizes, strict=True):
             if block and held + size > enough:
                 blocks.append(put(block))
@@ -73,13 +76,13 @@ class Wide:
     @classmethod
     def cut(cls, values: Mapping[str, Tensor], lengths: Tensor, put: Put) -> Wide:
         """values: [T, ...] of each field, on the CPU; lengths: [N]."""
-        cuts = {name: value.split(lengths.tolist()) for name, value in values.items()}
-        return cls.of({name: [own.numpy() for own in found] for name, found in cuts.items()}, put)
+        cuts = {name: torch.split(value, numbers(lengths)) for name, value in values.items()}
+        return cls.of({name: [as_array(own) for own in found] for name, found in cuts.items()}, put)
 
     def select(self, samples: Tensor) -> Wide:
         """Of these samples, [n] int64, in this order, without blocks of others alone."""
-        used, block = self.places[samples, 0].unique(return_inverse=True)
-        blocks = tuple(self.blocks[i] for i in used.tolist())
+        used, block, _ = numbered(self.places[samples, 0])
+        blocks = tuple(self.blocks[i] for i in numbers(used))
         return replace(self, blocks=blocks, places=torch.stack([block, self.places[samples, 1]], 1))
 
 
@@ -109,7 +112,7 @@ class TrainBatch(BatchFields):
     wide: fields that are None here, and on ranks what the references stand for (`fetched`)
     """
 
-    metadata: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
     wide: tuple[Wide, ...] = ()
 
     def __post_init__(self) -> None:
@@ -162,10 +165,10 @@ class TrainBatch(BatchFields):
         if not isinstance(value, Ragged):
             return value
         marked = getattr(self, item.at) != 0
-        wanted = [int(own.sum()) for own in marked.split(self.lengths.tolist())]
-        if wanted != value.lengths.tolist():
+        wanted = [int(own.sum()) for own in torch.split(marked, numbers(self.lengths))]
+        if wanted != numbers(value.lengths):
             raise ValueError(
-                f"TrainBatch.{name} has {value.lengths.tolist()} values a sample, and {item.at} marks {wanted} tokens"
+                f"TrainBatch.{name} has {numbers(value.lengths)} values a sample, and {item.at} marks {wanted} tokens"
             )
         out = value.values.new_full((len(marked),), item.filler(value.values.dtype))
         out[marked] = value.values
@@ -195,7 +198,7 @@ class TrainBatch(BatchFields):
         pieces = [torch.arange(int(ends[i] - self.lengths[i]), int(ends[i])) for i in samples]
         token_index = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int64)
         sample_index = torch.tensor(samples, dtype=torch.int64)
-        changes = {}
+        changes: dict[str, Any] = {}
         for name, item in fields_of(self).items():
             value = getattr(self, name)
             if isinstance(value, Ragged):
@@ -230,9 +233,9 @@ def fetched(batches: Sequence[TrainBatch], get: Callable[[list[Any]], Sequence[A
 
 
 def _with_values(batch: TrainBatch, blocks: Mapping[Any, Sequence[Mapping[str, Rows]]]) -> TrainBatch:
-    lengths, table = batch.lengths.tolist(), fields_of(batch)
-    values = {}
+    lengths, table = numbers(batch.lengths), fields_of(batch)
+    values: dict[str, Tensor | Ragged] = {}
     for wide in batch.wide:
-        samples = [blocks[wide.blocks[block]][place] for block, place in wide.places.tolist()]
+        samples = [blocks[wide.blocks[block]][place] for block, place in numbers(wide.places)]
         values |= {name: joined([sample[name] for sample in samples], lengths, table[name]) for name in wide.names}
     return batch.replace(**values, wide=())

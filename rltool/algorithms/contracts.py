@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.losses import LossTokens
+from rltool.algorithms.ragged import numbers
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
 from rltool.errors import ContractViolation
@@ -183,7 +184,7 @@ def _tensors(inputs: Any) -> dict[str, Tensor]:
 def _select(values: Tensor, batch: TrainBatch, order: list[int]) -> Tensor:
     if len(values) == batch.num_samples:
         return values[order]
-    return torch.cat([values.split(batch.lengths.tolist())[i] for i in order])
+    return torch.cat([torch.split(values, numbers(batch.lengths))[i] for i in order])
 
 
 def _per_token(values: Tensor, batch: TrainBatch) -> Tensor:

@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, dataclass_transform
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, dataclass_transform
 
 if TYPE_CHECKING:  # processes that have samples and nothing else, as those of rewards, do without torch
     from torch import Tensor
@@ -35,7 +35,7 @@ class Column:
     wider: str | None = None
 
     def empty(self) -> Any:
-        return [] if self.code is None else array(self.code)
+        return [] if self.code is None else cast(Any, array)(self.code)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Record:
         if unknown:
             raise TypeError(f"{type(self).__name__}: unknown, or given twice: {', '.join(unknown)}")
         given |= named
-        missing = []
+        missing: list[str] = []
         for item in items:
             if item.name not in given and item.default_factory is not MISSING:
                 given[item.name] = item.default_factory()
@@ -332,8 +332,8 @@ def forget_cached() -> None:
 
 
 def _add(cls: type, name: str, annotation: str, entry: Any) -> None:
-    known = dataclasses.make_dataclass("_", [(name, annotation, entry)]).__dataclass_fields__[name]
-    cls.__dataclass_fields__[name] = known  # type: ignore[attr-defined]
+    [known] = dataclasses.fields(dataclasses.make_dataclass("_", [(name, annotation, entry)]))
+    cast(Any, cls).__dataclass_fields__[name] = known
     if known.default is not MISSING:
         setattr(cls, name, known.default)
     for each in cls.__subclasses__():

@@ -92,4 +92,4 @@ def topk_kl(teacher_topk: Tensor, topk: Tensor, tail: Tensor) -> Tensor:
     # In float64: of K that are nearly everything, float32 leaves no digit of the rest.
     rest = (1 - teacher_topk.double().exp().sum(-1)).clamp(min=0.0).to(topk.dtype)
     rest = torch.where(tail > -torch.inf, rest, 0.0)
-    return (target * apart).sum(-1) + torch.special.xlogy(rest, rest) - rest * torch.where(rest > 0, tail, 0.0)
+    return (target * apart).sum(-1) + torch.xlogy(rest, rest) - rest * torch.where(rest > 0, tail, 0.0)

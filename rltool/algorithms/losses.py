@@ -38,7 +38,7 @@ class LossTokens(LossFields):
     entropy: Tensor
     topk_logprobs: Tensor | None = None
     tail_logprobs: Tensor | None = None
-    metadata: Mapping[str, Tensor] = field(default_factory=dict)
+    metadata: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
 
 
 class PolicyLoss(NamedTuple):

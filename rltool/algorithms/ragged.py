@@ -5,8 +5,21 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
+
+
+def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Equal ids are one group. ids: [N], any integers -> (ids of the groups [G], ascending; group of each [N]; members
+    of each group [G])."""
+    return cast("tuple[Tensor, Tensor, Tensor]", ids.unique(return_inverse=True, return_counts=True))  # pyright: ignore[reportUnknownMemberType]
+
+
+def numbers(values: Tensor) -> list[Any]:
+    """Of a vector, as Python has them."""
+    return cast("list[Any]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def sample_of_token(lengths: Tensor) -> Tensor:

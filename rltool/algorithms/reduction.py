@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rltool.algorithms.ragged import sample_of_token
+from rltool.algorithms.ragged import numbered, sample_of_token
 
 
 def token_loss_weights(
@@ -38,7 +38,7 @@ def token_loss_weights(
     elif reduction == "group":
         if group_ids is None:
             raise ValueError('loss reduction "group" needs group_ids')
-        part = group_ids.unique(return_inverse=True)[1][sample_of_token(lengths)]
+        part = numbered(group_ids)[1][sample_of_token(lengths)]
     else:
         raise ValueError(f"unknown loss reduction {reduction!r}; known: token, sample, group, constant")
     per_part = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, part, loss_mask.double())

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rltool.algorithms.advantages import group_advantages
-from rltool.algorithms.ragged import discounted_to_go, sample_of_token
+from rltool.algorithms.ragged import discounted_to_go, numbered, sample_of_token
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def turn_returns(
     clipping and penalties have changed. With gamma 1 the first turn's return is the whole reward.
     """
     sampled = turns >= 0
-    numbers, episode, samples = episode_ids.unique(return_inverse=True, return_counts=True)
+    numbers, episode, samples = numbered(episode_ids)
     width = int(turns.max()) + 1 if len(turns) else 1
-    keys, place = (episode[sample_of_token(lengths)] * width + turns)[sampled].unique(return_inverse=True)
+    keys, place, _ = numbered((episode[sample_of_token(lengths)] * width + turns)[sampled])
     episode_of_turn = keys // width
     earned = torch.zeros(len(keys), dtype=torch.float64).index_add(0, place, turn_rewards[sampled].double())
     whole = torch.zeros(len(numbers), dtype=torch.float64).index_add(0, episode, rewards.double()) / samples
@@ -59,7 +59,7 @@ def turn_returns(
         earned = earned.index_add(0, place, token_rewards[sampled].double())
     counts = torch.bincount(episode_of_turn, minlength=len(numbers))
     group = torch.zeros_like(numbers).index_put((episode,), group_ids)
-    _, group_number, episodes_of_group = group.unique(return_inverse=True, return_counts=True)
+    _, group_number, episodes_of_group = numbered(group)
     places = torch.full_like(turns, -1)
     places[sampled] = place
     return TurnReturns(

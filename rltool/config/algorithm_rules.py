@@ -4,8 +4,9 @@ would be accepted and then do nothing is refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, cast
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.config.base import Config
@@ -14,7 +15,8 @@ if TYPE_CHECKING:
     from rltool.config.train import TrainConfig
 
 
-class Needs(NamedTuple):
+@dataclass(frozen=True)
+class Needs:
     """When a setting has an effect: `holds` of the algorithm, and the same in words that name the settings to
     change."""
 
@@ -305,7 +307,7 @@ def _toml(value: object) -> str:
     if isinstance(value, str | Path):
         return f'"{value}"'
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_toml, cast('tuple[Any, ...]', value)))}]"
     if isinstance(value, Config):
         fields = type(value).model_fields.items()
         set_ = [(key, getattr(value, key), field.default) for key, field in fields]

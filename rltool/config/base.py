@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -25,17 +25,18 @@ LARGEST_INTEGER = 2**63 - 1
 def _make_numbers_strict(schema: Any) -> None:
     """Wherever numbers stand below a field: behind a `| None`, in a tuple, in a table."""
     if isinstance(schema, dict):
-        if schema.get("type") in ("int", "float"):
-            schema["strict"] = True
-        if schema.get("type") == "int":
-            if "lt" not in schema:
-                schema.setdefault("le", LARGEST_INTEGER)
-            if "gt" not in schema:
-                schema.setdefault("ge", -LARGEST_INTEGER)
-        for part in schema.values():
+        table = cast("dict[str, Any]", schema)
+        if table.get("type") in ("int", "float"):
+            table["strict"] = True
+        if table.get("type") == "int":
+            if "lt" not in table:
+                table.setdefault("le", LARGEST_INTEGER)
+            if "gt" not in table:
+                table.setdefault("ge", -LARGEST_INTEGER)
+        for part in table.values():
             _make_numbers_strict(part)
     elif isinstance(schema, list | tuple):
-        for part in schema:
+        for part in cast("Sequence[Any]", schema):
             _make_numbers_strict(part)
 
 

@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -120,7 +120,7 @@ def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "")
     for key, value in table.items():
         section = _section(model, key) if key in model.model_fields else None
         if section is not None and isinstance(value, Mapping):
-            yield from _flatten(value, section, f"{prefix}{key}.")
+            yield from _flatten(cast("Mapping[str, Any]", value), section, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -140,8 +140,9 @@ def _put(
         inner, kinds = _section(section, part), variants(section, part)
         rest = parts[depth + 1 :]
         if kinds and not rest and isinstance(value, Mapping):
-            for name in sorted(value, key=lambda name: name != "kind"):  # it decides which others there are
-                _put(values, origins, model, f"{key}.{name}", value[name], origin)
+            table = cast("Mapping[str, Any]", value)
+            for name in sorted(table, key=lambda name: name != "kind"):  # it decides which others there are
+                _put(values, origins, model, f"{key}.{name}", table[name], origin)
             return
         if kinds:
             here[part] = _of_kind(here.get(part) or {}, rest, value, kinds, (model, key, origin), origins)
@@ -164,6 +165,7 @@ def _of_kind(
 ) -> dict[str, Any]:  # fmt: skip
     """The table with one more key; of a table of another kind than before nothing stays. rest: the key within the
     table; empty: a kind alone, or an import path."""
+    entries: dict[str, Any]
     if not rest:
         entries = {"kind": "own", "function": value} if ":" in str(value) and "own" in kinds else {"kind": value}
     elif rest[0] == "kind":
@@ -172,7 +174,8 @@ def _of_kind(
         kind = table.get("kind", next(iter(kinds)))
         _check_of_kind(kind, rest, kinds, where)
         before = table.get(rest[0])
-        inside = {**(before if isinstance(before, Mapping) else {}), ".".join(rest[1:]): value}
+        held: Mapping[str, Any] = cast("Mapping[str, Any]", before) if isinstance(before, Mapping) else {}
+        inside = {**held, ".".join(rest[1:]): value}
         entries = {"kind": kind, rest[0]: inside if len(rest) > 1 else value}
     if table.get("kind") == entries["kind"]:
         return {**table, **entries}
@@ -220,7 +223,7 @@ def _entered(
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
+    keys: list[str] = []
     for name in model.model_fields:
         inner = _section(model, name)
         keys += _all_keys(inner, f"{prefix}{name}.") if inner else [prefix + name]
@@ -280,7 +283,7 @@ def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
     kept: list[int | str] = []
     for part in place:
         here = values[part] if _holds(values, part) else None
-        if here is None and isinstance(values, Mapping) and part == values.get("kind"):
+        if here is None and part == _kind_of(values):
             continue  # which of several kinds of table it is
         if isinstance(part, str) and here is None and (not part.isidentifier() or part in _TYPES):
             continue
@@ -289,10 +292,14 @@ def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
     return tuple(kept)
 
 
+def _kind_of(values: Any) -> Any:
+    return cast("Mapping[str, Any]", values).get("kind") if isinstance(values, Mapping) else None
+
+
 def _holds(values: Any, part: int | str) -> bool:
     if isinstance(values, Mapping):
         return part in values
-    return isinstance(values, list | tuple) and isinstance(part, int) and part < len(values)
+    return isinstance(values, list | tuple) and isinstance(part, int) and part < len(cast("Sequence[Any]", values))
 
 
 def _line(

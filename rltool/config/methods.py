@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
@@ -33,7 +33,7 @@ def _with_kind(default: str) -> BeforeValidator:
     def tabled(value: Any) -> Any:
         if isinstance(value, str):
             return {"kind": "own", "function": value} if ":" in value else {"kind": value}
-        return {"kind": default, **value} if isinstance(value, Mapping) else value
+        return {"kind": default, **cast("Mapping[str, Any]", value)} if isinstance(value, Mapping) else value
 
     return BeforeValidator(tabled)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ class FunctionFailed(RltoolError):
 
 
 @contextmanager
-def calling(what: str, function: Callable[..., Any]) -> Iterator[None]:
+def calling(what: str, function: Callable[..., Any]) -> Generator[None]:
     """FunctionFailed for whatever the block, a call of `function`, raises. what: the setting with its value. Our own
     errors go through: a generate function hands up those of the engines."""
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, model_validator
 
@@ -314,7 +314,8 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _rules(self, info: ValidationInfo) -> TrainConfig:
-        for rule in (info.context or {}).get("rules", RULES):
+        context: dict[str, Any] = info.context or {}
+        for rule in context.get("rules", RULES):
             rule(self)
         return self
 

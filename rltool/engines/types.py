@@ -7,7 +7,7 @@ import uuid
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 from rltool.engines.dialects.sampling_mask import SamplingMask
 from rltool.errors import MissingLogprobs
@@ -23,6 +23,16 @@ TEXT_ALONE = "takes text alone (no images, video, audio or files)"
 """For messages: token ids are all that a GenerateRequest has."""
 UNROUTED = {"B": 255, "h": 32767}
 """In the place of experts that no engine chose, by array's type code: the largest value."""
+
+
+def json_object(value: Any) -> dict[str, Any]:
+    """An object of a reply; {} for anything else, which lacks what is looked for in it."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def json_list(value: Any) -> list[Any] | None:
+    """A list of a reply; None for anything else."""
+    return cast("list[Any]", value) if isinstance(value, list) else None
 
 
 @dataclass(frozen=True)

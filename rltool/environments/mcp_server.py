@@ -106,7 +106,7 @@ class McpServer:
             program, *arguments = self._command
             server = StdioServerParameters(command=program, args=arguments, env=dict(self._env) if self._env else None)
         elif self._key_file:
-            key = Path(self._key_file).read_text().strip()
+            key = (await asyncio.to_thread(Path(self._key_file).read_text)).strip()
             http = httpx2.AsyncClient(headers={"Authorization": f"Bearer {key}"}, timeout=self._seconds)
             server = streamable_http_client(self._url, http_client=await stack.enter_async_context(http))
         else:

@@ -64,6 +64,11 @@ class Ran:
     walls: tuple[str, ...]
 
 
+def _hidden() -> list[str]:
+    """Directories of this host that no program sees."""
+    return [os.path.realpath(path) for path in (os.path.expanduser("~"), runs_root(), os.curdir)]
+
+
 _ENDED = {
     "time": "it took too long",
     "memory": "its processes took too much memory",
@@ -89,7 +94,7 @@ async def run_program(code: str, limits: Limits | None = None, *, network: bool 
         output_bytes=most,
         network=network,
         parent=os.getpid(),
-        hidden=[os.path.realpath(path) for path in (os.path.expanduser("~"), runs_root(), os.curdir)],
+        hidden=await asyncio.to_thread(_hidden),  # a home may be on another host
     )
     process = await asyncio.create_subprocess_exec(
         *COMMAND, cwd="/", start_new_session=True,

@@ -158,7 +158,8 @@ class _GroupedProduct(torch.autograd.Function):
         return F.grouped_mm(x, stacked(weights).mT, offs=groups.ends)
 
     @staticmethod
-    def backward(ctx: Any, by_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (by_output,) = grads
         x, ends, *weights = ctx.saved_tensors
         if not x.size(0):
             return torch.zeros_like(x), None, *map(torch.zeros_like, weights)

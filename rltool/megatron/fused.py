@@ -237,7 +237,8 @@ class _Norm(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
         x, weight, scale = ctx.saved_tensors
         width, rows = x.size(-1), x.numel() // x.size(-1)
         padded = triton.next_power_of_2(width)
@@ -271,7 +272,8 @@ class _Rotation(torch.autograd.Function):
         return _turned(x, turn, back=False)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return _turned(grad, *ctx.saved_tensors, back=True), None
 
 
@@ -306,7 +308,8 @@ class _SwiGLU(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+        (grad,) = grads
         x, scale = ctx.saved_tensors
         half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
         grad_x, width = torch.empty_like(x), min(2048, triton.next_power_of_2(half))

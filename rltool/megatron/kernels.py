@@ -99,7 +99,8 @@ def add_to_each(totals: Sequence[Tensor], parts: Tensor) -> None:
         if all(place == places[0] + i * step for i, place in enumerate(places)):
             from rltool.megatron import fused
 
-            return fused.add_to_each(totals[0], step // totals[0].element_size(), parts)
+            fused.add_to_each(totals[0], step // totals[0].element_size(), parts)
+            return
     for total, part in zip(totals, parts.unbind(), strict=True):
         total.add_(part)
 

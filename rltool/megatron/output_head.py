@@ -99,7 +99,8 @@ class _HeadLogprobs(torch.autograd.Function):
         return chosen - log_total, entropy
 
     @staticmethod
-    def backward(ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_logprob, by_entropy = grads
         hidden, local, log_total, entropy, chosen = ctx.saved_tensors
         weight, real = ctx.weight, ctx.real
         by_logprob = torch.zeros_like(entropy) if by_logprob is None else by_logprob.float().contiguous()

@@ -22,8 +22,8 @@ class NormedRowParallelLinear(RowParallelLinear):
         super().__init__(input_size, output_size, config=config, **options)
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        output, bias = super().forward(x)
+    def forward(self, input_: Tensor) -> tuple[Tensor, torch.nn.Parameter | None]:
+        output, bias = super().forward(input_)
         return self.post_norm(output), bias
 
 

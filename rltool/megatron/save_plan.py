@@ -30,8 +30,8 @@ BACKEND, BACKEND_VERSION = "torch_dist", 1
 class _PlanOnly(TorchDistSaveShardedStrategy):
     """Megatron's strategy up to the point where it would write: keeps the writer, and on rank 0 the metadata."""
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: tuple[Any, ...], *_: Any) -> Any:
-        self.writer, self.metadata = writer, planned[1]
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: tuple[Any, ...], *_: Any) -> Any:
+        self.writer, self.metadata = writer, save_state_dict_ret[1]
         return _Discarded()
 
 

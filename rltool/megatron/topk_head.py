@@ -177,9 +177,8 @@ class _HeadLogprobsOf(torch.autograd.Function):
         return logprobs[:, 0].clone(), entropy, logprobs[:, 1:].masked_fill(ids < 0, 0.0), tail
 
     @staticmethod
-    def backward(
-        ctx: Any, by_logprob: Tensor | None, by_entropy: Tensor | None, by_topk: Tensor | None, by_tail: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        by_logprob, by_entropy, by_topk, by_tail = grads
         hidden, place, own, hit, ids, logprobs, log_total, entropy, tail = ctx.saved_tensors
         weight, real, scale = ctx.weight, ctx.real, ctx.scale
         by_logprob, by_entropy, by_tail = (

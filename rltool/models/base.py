@@ -84,7 +84,7 @@ class Parameter:
             return list(tensor.chunk(self.blocks))
         grouped = tensor.reshape(self.query_groups, -1, *tensor.shape[1:])
         sizes = [shape[0] // self.query_groups for _, shape in self.hf]
-        return [part.reshape(-1, *tensor.shape[1:]) for part in grouped.split(sizes, dim=1)]
+        return [part.reshape(-1, *tensor.shape[1:]) for part in torch.split(grouped, sizes, dim=1)]
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds,

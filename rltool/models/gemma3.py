@@ -79,9 +79,9 @@ def _layer_types(config: dict[str, Any], layers: int) -> list[str]:
 def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Rope settings of the full and of the sliding layers: one entry per layer type since transformers 5, before, the
     scaling was that of the full layers alone."""
-    both = config.get("rope_parameters") or {}
-    full = both.get("full_attention") or config.get("rope_scaling") or {}
-    local = both.get("sliding_attention") or {}
+    both: dict[str, Any] = config.get("rope_parameters") or {}
+    full: dict[str, Any] = both.get("full_attention") or config.get("rope_scaling") or {}
+    local: dict[str, Any] = both.get("sliding_attention") or {}
     return (
         rope_settings({"rope_theta": config["rope_theta"], "rope_parameters": full}),
         rope_settings({"rope_theta": config["rope_local_base_freq"], "rope_parameters": local}),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
@@ -32,9 +33,10 @@ def local_model(path: Path, *, setting: str = "model.path") -> Path:
             f"{setting}: {path} does not exist here, and to fetch it from the Hugging Face hub the package "
             "huggingface_hub is needed: pip install 'rltool[train]'"
         ) from error
+    download = cast("Callable[..., str]", huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
     try:
         return Path(
-            huggingface_hub.snapshot_download(found["name"], revision=found["revision"], allow_patterns=list(FILES))
+            download(found["name"], revision=found["revision"], allow_patterns=list(FILES))
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rltool.errors import UsageError
 from rltool.models import gemma3, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
@@ -22,12 +22,15 @@ def supported_architectures() -> list[str]:
 def family_for(hf_config: dict[str, Any]) -> Family:
     """The model that this config.json describes. UsageError for an architecture or a feature that is not
     implemented."""
-    architectures = hf_config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+    architectures: Any = hf_config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(
+        isinstance(name, str) for name in cast("list[Any]", architectures)
+    ):
         raise UsageError(f"config.json: architectures = {architectures!r}, expected a list of names")
-    known = [name for name in architectures if name in _BUILDERS]
+    names = cast("list[str]", architectures)
+    known = [name for name in names if name in _BUILDERS]
     if not known:
-        found = ", ".join(architectures) or "none named"
+        found = ", ".join(names) or "none named"
         raise UsageError(
             f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
             f"A family is about a screen of code: {HOW_TO_ADD}, tells how to add one"
@@ -51,4 +54,4 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(config, dict):
         raise UsageError(f"{path} holds a {type(config).__name__}, expected a JSON object")
-    return config
+    return cast("dict[str, Any]", config)

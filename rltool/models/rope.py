@@ -19,7 +19,7 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling` (whose type was once called
     "type"). Raises UsageError for a type that is not implemented.
     """
-    settings = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    settings: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
     settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
     if settings["rope_type"] not in IMPLEMENTED:

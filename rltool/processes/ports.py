@@ -39,7 +39,7 @@ def reserve_ports(count: int, *, host: str = "127.0.0.1", first: int = 0, flag: 
     try:
         if first:
             for port in range(first, first + count):
-                sockets.append(_bind_wanted(host, port, flag))
+                sockets.append(_bind_wanted(host, port, flag))  # noqa: PERF401  # those before a failure are closed below
         else:
             candidates = iter(random.sample(FREE_RANGE, _TRIES + count))
             while len(sockets) < count:

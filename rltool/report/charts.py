@@ -193,11 +193,11 @@ def _frame(x: _Scale, y: _Scale, label: str) -> str:
         text = f"1e{tick}" if y.log else f"{tick:g}"
         out.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value)}" y2="{y(value)}"/>')
         out.append(f'<text class="tick" text-anchor="end" x="{LEFT - 8}" y="{y(value) + 4}">{text}</text>')
-    for tick in nice_ticks(x.low, x.high, 6):
-        if x.low <= tick <= x.high and tick == int(tick):
-            out.append(
-                f'<text class="tick" text-anchor="middle" x="{x(tick)}" y="{HEIGHT - BOTTOM + 18}">{tick:g}</text>'
-            )
+    out += [
+        f'<text class="tick" text-anchor="middle" x="{x(tick)}" y="{HEIGHT - BOTTOM + 18}">{tick:g}</text>'
+        for tick in nice_ticks(x.low, x.high, 6)
+        if x.low <= tick <= x.high and tick == int(tick)
+    ]
     middle = (TOP + HEIGHT - BOTTOM) / 2
     out.append(
         f'<text class="axis" text-anchor="middle" transform="translate(14 {middle}) rotate(-90)">{escape(label)}</text>'

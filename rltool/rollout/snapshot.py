@@ -86,14 +86,17 @@ def _as_it_is(sample: Sample) -> Sample:
     return replace(sample, **copied, train_metadata=dict(sample.train_metadata))
 
 
-def restore(collector: Collector, state: dict[str, Any], directory: Path | None) -> None:
-    """The inverse of `snapshot`. directory: of the checkpoint; None where it holds no samples.
-    UsageError for other data."""
+def kept_samples(directory: Path | None) -> Sequence[Sample]:
+    """The inverse of `encoded`, in any thread. directory: of the checkpoint; None where it holds no samples."""
+    if directory is None or not (directory / DESCRIPTION).exists():
+        return ()
+    return dump.read_files(directory / TENSORS, directory / DESCRIPTION).samples
+
+
+def restore(collector: Collector, state: dict[str, Any], samples: Sequence[Sample]) -> None:
+    """The inverse of `books`, on the collector's event loop. UsageError for other data."""
     source = collector.source
     source.load_state_dict(state["source"])
-    samples: Sequence[Sample] = ()
-    if directory is not None and (directory / DESCRIPTION).exists():
-        samples = dump.read_files(directory / TENSORS, directory / DESCRIPTION).samples
     at = 0
     groups = []
     for entry in state["groups"]:

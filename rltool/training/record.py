@@ -30,13 +30,13 @@ def record_rollouts(
     The engines' weights are whoever's they are: a version is recorded where there is one, and not demanded.
     """
     recorded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dump": True})})
+    directory.mkdir(parents=True, exist_ok=True)
     asyncio.run(_record(recorded, engines, directory, simulated_sync, say))
 
 
 async def _record(
     config: TrainConfig, engines: Engines, directory: Path, simulated_sync: float | None, say: Callable[[str], None]
 ) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
     place = GatewayPlace(directory / "sessions", directory / "gateway.key", directory / "gateway.log")
     service, totals = RolloutService(config, engines, log=say, gateway=place), Totals()
     try:
@@ -56,8 +56,8 @@ async def _record(
             started = time.perf_counter()
             rollout = await service.next_batch(step)
             totals.add(rollout.metrics, time.perf_counter() - started)
-            write_dump(
-                directory, step=step, seed=config.seed, samples=rollout.samples,
+            await asyncio.to_thread(  # with rollout.max_staleness, requests go on
+                write_dump, directory, step=step, seed=config.seed, samples=rollout.samples,
                 info={"metrics": rollout.metrics, **about_model(config)},
             )  # fmt: skip
             say(step_line(step, config.steps, rollout.metrics))

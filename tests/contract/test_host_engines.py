@@ -231,11 +231,11 @@ def test_engines_on_one_gpu_start_one_after_the_other_and_each_keeps_its_port_un
 
 def test_one_that_dies_while_the_next_one_loads_ends_the_start(run, model, groups, one_after_the_other):
     models = {"policy": Model(model), "judge": Model(model, update_weights=False)}
+
+    def report(line: str) -> None:
+        if line.startswith("engine-1 started"):
+            os.kill(group.processes[0].state.pid, signal.SIGKILL)
+
     with pytest.raises(ProcessFailed, match="engine-0 .*while others were starting"), ProcessGroup(run) as group:
-
-        def report(line: str) -> None:
-            if line.startswith("engine-1 started"):
-                os.kill(group.processes[0].state.pid, signal.SIGKILL)
-
         launch_engines(Order(groups(count=2), models), group, report=report)
     assert not run.endpoints_file.exists() and read_state(run, "engine-1") is None

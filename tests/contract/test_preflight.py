@@ -128,9 +128,10 @@ def test_a_run_that_restarts_by_itself_waits_for_engines_that_are_started_again(
 
 def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_vllm, tmp_path):
     (tmp_path / "other-key").write_text("wrong")
-    with FakeVllm(key="wrong") as other, pytest.raises(UsageError, match="401") as error:
-        config = configure(fake_vllm.url, other.url, key=tmp_path / "other-key")
-        probe_fleet(resolve_endpoints(config), timeout=5, needed=1)
+    with FakeVllm(key="wrong") as other:
+        endpoints = resolve_endpoints(configure(fake_vllm.url, other.url, key=tmp_path / "other-key"))
+        with pytest.raises(UsageError, match="401") as error:
+            probe_fleet(endpoints, timeout=5, needed=1)
     assert fake_vllm.url in str(error.value) and other.url not in str(error.value)
 
 
@@ -138,9 +139,10 @@ def test_no_run_goes_on_without_an_engine_that_refuses_its_key(configure, fake_v
 def test_no_run_starts_with_a_key_that_cannot_be_read(configure, fake_vllm, tmp_path, content, match):
     if content is not None:
         (tmp_path / "other-key").write_text(content)
-    with FakeVllm() as other, pytest.raises(UsageError, match=match) as error:
-        config = configure(fake_vllm.url, other.url, key=tmp_path / "other-key")
-        probe_fleet(resolve_endpoints(config), timeout=5, needed=1)
+    with FakeVllm() as other:
+        endpoints = resolve_endpoints(configure(fake_vllm.url, other.url, key=tmp_path / "other-key"))
+        with pytest.raises(UsageError, match=match) as error:
+            probe_fleet(endpoints, timeout=5, needed=1)
     assert not isinstance(error.value, EnginesAway), "waiting does not help"
 
 

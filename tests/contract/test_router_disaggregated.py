@@ -146,10 +146,12 @@ def test_requests_that_were_aborted_do_not_keep_the_next_ones_away(run, tmp_path
                         await client.generate(router, request, timeout=TIMEOUT, attempts=1)
                         return failed
                     except EngineError as error:
-                        assert "circuits open" not in str(error)
+                        refusals.append(str(error))
             raise AssertionError("none was answered")
 
-        assert asyncio.run(ask()) > 0 and engines[1].faults["/generate"].times == 0
+        refusals: list[str] = []
+        assert asyncio.run(ask()) > 0 and not [said for said in refusals if "circuits open" in said]
+        assert engines[1].faults["/generate"].times == 0
 
 
 def test_the_routers_of_a_plan_are_started_and_written_beside_their_models(run, workers, pair):

@@ -339,7 +339,7 @@ def test_an_interrupt_at_the_end_waits_for_what_is_being_started(run, workers, f
             return started
 
         monkeypatch.setattr(RouterRelaunch, "start", slowly)
-        with pytest.raises(KeyboardInterrupt), Watching(group, routed.said.append):
+        with pytest.raises(KeyboardInterrupt), Watching(group, routed.said.append):  # noqa: PT012  # at the block's end
             routed.kill_process("router")
             assert begun.wait(SECONDS)
             threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()

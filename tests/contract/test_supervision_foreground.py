@@ -312,7 +312,7 @@ SLEEP = (sys.executable, "-c", "import time; time.sleep(600)")
 
 def test_a_state_that_cannot_be_marked_keeps_no_process_alive(tmp_path, monkeypatch):
     run = open_run("r", create=True, root=tmp_path)
-    with pytest.raises(KeyboardInterrupt), ProcessGroup(run) as group:
+    with pytest.raises(KeyboardInterrupt), ProcessGroup(run) as group:  # noqa: PT012  # its own last line
         process = group.start(ProcessSpec(role="router", argv=SLEEP))
         monkeypatch.setattr("rltool.processes.supervise.write_state", full_disk)
         raise KeyboardInterrupt
@@ -321,7 +321,7 @@ def test_a_state_that_cannot_be_marked_keeps_no_process_alive(tmp_path, monkeypa
 
 def test_a_damaged_state_keeps_no_process_alive(tmp_path):
     run = open_run("r", create=True, root=tmp_path)
-    with pytest.raises(RltoolError, match=r"router\.json is not a process state"), ProcessGroup(run) as group:
+    with pytest.raises(RltoolError, match=r"router\.json is not a process state"), ProcessGroup(run) as group:  # noqa: PT012
         processes = [group.start(ProcessSpec(role=role, argv=SLEEP)) for role in ("router", "engine-0")]
         (run.state_dir / "router.json").write_text("{")
     assert not [process for process in processes if is_alive(process.state) or process.popen.returncode is None]

@@ -383,6 +383,7 @@ def test_a_teacher_of_another_shape_is_refused_before_anything_starts(tmp_path):
     from rltool.training.checks.validate import check_model
 
     path, teacher = save_hf(tmp_path / "policy"), save_hf(tmp_path / "teacher", kind="llama")
+    model = ModelConfig(path=path, teacher_path=teacher)
+    config = TrainConfig(model=model, algorithm=AlgorithmConfig(advantage="distill"))
     with pytest.raises(UsageError, match="must be of the same architecture, size and vocabulary"):
-        model = ModelConfig(path=path, teacher_path=teacher)
-        check_model(TrainConfig(model=model, algorithm=AlgorithmConfig(advantage="distill")))
+        check_model(config)

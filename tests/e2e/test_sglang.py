@@ -363,8 +363,8 @@ def test_a_directory_that_is_not_there_is_refused_and_the_old_weights_stay(engin
         model = perturbed_model(engine.launch.model, seed=12)
         version = await trainer.push(model)
         absent = Rendezvous("disk", 2, GROUP, directory=str(tmp_path))
+        [(load, _)] = transport("sglang", "disk").control.announce([()], absent, version="absent")
         with pytest.raises(EngineRejected, match="update_weights_from_disk"):
-            [(load, _)] = transport("sglang", "disk").control.announce([()], absent, version="absent")
             await trainer.run([*CONTROL.begin(), load])
         await trainer.bring_back()
         sample = await trainer.sample()

@@ -46,5 +46,6 @@ def test_a_run_with_the_defaults_of_init_trains_on_the_engines_gpu(tmp_path, mon
     assert json.loads((tmp_path / "runs/one/config.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
     assert max(record["train/mismatch_kl"] for record in steps) < 2e-3
     assert max(record["train/logprob_abs_diff_mean"] for record in steps) < 0.03
-    assert len({record["weight_version"] for record in steps}) == STEPS
+    # Engines that end with the run do not get the last weights.
+    assert len({record["weight_version"] for record in steps[:-1]}) == STEPS - 1
     assert gpu_memory_gib("0") < before + 1.0

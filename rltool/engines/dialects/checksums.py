@@ -60,7 +60,9 @@ def compare(engine: Checksums, other: Mapping[str, str]) -> Compared:
     of_parameter: dict[str, list[str]] = {}
     for key in {**engine, **other}:
         of_parameter.setdefault(_split(key)[1], []).append(key)
-    equal, differing, unknown = 0, {}, []
+    equal = 0
+    differing: dict[str, tuple[str, ...]] = {}
+    unknown: list[str] = []
     for parameter, keys in of_parameter.items():
         if any(key not in engine or key not in other or EMPTY in (engine[key], other[key]) for key in keys):
             unknown.append(parameter)
@@ -77,7 +79,8 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
     implied: NAME -> a digest for each tensor-parallel rank. Ranks that differ in anything else, replicas and pipeline
     stages, hold the same of what they hold.
     """
-    found, held = {}, set()
+    found: dict[str, str] = {}
+    held: set[str] = set()
     for key in engine:
         rank, parameter = _split(key)
         if parameter in implied and (place := _TENSOR_PARALLEL.search(rank)) is not None:

@@ -83,7 +83,7 @@ def _architecture(launch: EngineLaunch) -> str:
         return ""  # vLLM itself will say what is wrong with the model directory
 
 
-def _finite(values: Sequence[float]) -> tuple[float, ...]:
+def _finite(values: Sequence[Any]) -> tuple[float, ...]:
     if not values or not all(isinstance(value, int | float) and math.isfinite(value) for value in values):
         raise EngineError(f"{CLASSIFY_PATH} gave {values!r}, expected one finite number for each label")
     return tuple(map(float, values))

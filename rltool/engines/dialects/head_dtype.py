@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 
 from rltool.config.serve import EngineLaunch
+from rltool.engines.types import json_object
 
 OVERRIDES = "--hf-overrides"
 DECIDES = (OVERRIDES, "--config", "--quantization", "-q")
@@ -40,4 +41,4 @@ def _is_quantized(model: Path) -> bool:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
         return False  # vLLM itself will say what is wrong with the model directory
-    return any(name in part for part in (config, config.get("text_config") or {}) for name in QUANTIZED)
+    return any(name in part for part in (config, json_object(config.get("text_config"))) for name in QUANTIZED)

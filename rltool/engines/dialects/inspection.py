@@ -19,7 +19,7 @@ from rltool.engines.dialects.checksums import Checksums, ParameterLayout
 from rltool.engines.dialects.classification import SglangClassification, VllmClassification
 from rltool.engines.dialects.protocol import Inspects
 from rltool.engines.plugin import sglang_api
-from rltool.engines.types import EngineInfo, HttpRequest, TokenScores
+from rltool.engines.types import EngineInfo, HttpRequest, TokenScores, json_list, json_object
 from rltool.errors import MissingLogprobs, UsageError
 
 MAX_LOGPROBS = 256
@@ -47,8 +47,8 @@ class VllmInspection(VllmClassification, Inspects):
         return HttpRequest("POST", sglang_api.VLLM_PATH, {"token_ids": list(token_ids), "sampling_params": parameters})
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
-        entries = reply.get("prompt_logprobs") if isinstance(reply, dict) else None
-        if not isinstance(entries, list) or len(entries) != len(token_ids):
+        entries = json_list(json_object(reply).get("prompt_logprobs"))
+        if entries is None or len(entries) != len(token_ids):
             raise _unscored(sglang_api.VLLM_PATH, token_ids, entries or ())
         return tuple(entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True))
 
@@ -72,9 +72,9 @@ class SglangInspection(SglangClassification, Inspects):
             return None
         found: Checksums = {}
         for rank in reply["ranks"]:
-            at = rank["parallelism_info"]
-            if isinstance(at, list):  # 0.5.23 has one for the model and one for each draft; they lie on one GPU
-                at = at[0]
+            info = rank["parallelism_info"]
+            # 0.5.23 has one for the model and one for each draft; they lie on one GPU.
+            at = info if (each := json_list(info)) is None else each[0]
             where = f"dp{at['dp_rank']}:pp{at['pp_rank']}:tp{at['tp_rank']}"
             found |= {f"{where}:{name}": digest for name, digest in rank["checksums"].items()}
         return found

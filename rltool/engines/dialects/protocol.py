@@ -64,7 +64,7 @@ class Versions:
 
     oldest: Version
     newest: Version
-    since: Mapping[Feature, Version] = field(default_factory=dict)
+    since: Mapping[Feature, Version] = field(default_factory=dict[Feature, Version])
 
 
 Pairing = Literal["in_turn", "side_by_side"]

@@ -31,10 +31,10 @@ def from_npy(text: Any, routing: Routing, *, tokens: int) -> RoutedExperts:
 
     data = _bytes(text)
     try:
-        found = np.load(io.BytesIO(data), allow_pickle=False)
+        found: Any = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError, MemoryError) as error:  # the last: of a header that promises too much
         raise EngineError(f"routed_experts is no .npy file: {error}") from error
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "iu":
+    if getattr(getattr(found, "dtype", None), "kind", "") not in ("i", "u"):
         raise EngineError(f"routed_experts is no array of integers: {getattr(found, 'dtype', type(found).__name__)}")
     shape = (tokens, routing.layers, routing.top_k)
     if found.shape != shape:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rltool.engines.dialects.sglang import SglangDialect, parse_reply
 from rltool.engines.dialects.vllm import sample_chunks
-from rltool.engines.types import Completion, GenerateRequest, HttpRequest
+from rltool.engines.types import Completion, GenerateRequest, HttpRequest, json_list
 from rltool.errors import EngineError
 
 
@@ -32,9 +32,9 @@ class RoutedVllmDialect(SglangDialect):
         return [ids[start] for start, _ in sample_chunks(request)]
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
-        completions = []
+        completions: list[Completion] = []
         for (_, count), reply in zip(sample_chunks(request), replies, strict=True):
-            samples = reply if isinstance(reply, list) else [reply]
+            samples = json_list(reply) or [reply]
             if len(samples) != count:
                 raise EngineError(f"/generate returned {len(samples)} samples where {count} were asked for")
             completions.extend(parse_reply(sample) for sample in samples)

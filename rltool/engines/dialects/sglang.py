@@ -40,6 +40,8 @@ from rltool.engines.types import (
     GenerateRequest,
     HttpRequest,
     VersionSpan,
+    json_list,
+    json_object,
 )
 from rltool.errors import EngineError, UsageError
 
@@ -152,8 +154,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         }
 
     def parse_probe(self, replies: Mapping[str, Any]) -> EngineInfo:
-        model, server = replies["model"], replies["server"]
-        if not isinstance(model, dict) or not isinstance(server, dict) or "tp_size" not in server:
+        model, server = json_object(replies["model"]), json_object(replies["server"])
+        if not model or "tp_size" not in server:
             raise EngineError("this server's /model_info or /server_info is not SGLang's")
         # With attention data parallelism the replicas live on the ranks of the tensor-parallel group.
         replicas = 1 if server.get("enable_dp_attention") else server["dp_size"]
@@ -192,7 +194,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         return HttpRequest("GET", "/v1/loads", query={"include": "core"})
 
     def parse_load(self, reply: Any) -> EngineLoad:
-        loads = reply.get("loads") if isinstance(reply, dict) else None
+        loads = json_list(json_object(reply).get("loads"))
         if not loads:
             raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
         return EngineLoad(
@@ -206,7 +208,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
 
     def parse_counters(self, reply: Any) -> EngineCounters:
         """Means over data-parallel ranks of gauges: SGLang tells of its last batches, not since its start."""
-        loads = reply.get("loads") if isinstance(reply, dict) else None
+        loads = json_list(json_object(reply).get("loads"))
         if not loads:
             raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
         hit_rates = [float(load["cache_hit_rate"]) for load in loads if "cache_hit_rate" in load]
@@ -285,16 +287,16 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
 
 def parse_reply(reply: Any) -> Completion:
     """One sample of /generate. Raises EngineError for another shape, MissingLogprobs for a missing log-probability."""
-    if isinstance(reply, list) and len(reply) == 1:
-        reply = reply[0]
-    meta = reply.get("meta_info") if isinstance(reply, dict) else None
-    if not isinstance(reply, dict) or not isinstance(meta, dict) or "output_ids" not in reply:
+    each = json_list(reply)
+    sample = json_object(each[0] if each is not None and len(each) == 1 else reply)
+    meta = json_object(sample.get("meta_info"))
+    if not meta or "output_ids" not in sample:
         raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
-    reason = (meta.get("finish_reason") or {}).get("type")
+    reason = json_object(meta.get("finish_reason")).get("type")
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {meta.get('finish_reason')!r}")
-    token_ids = tuple(reply["output_ids"])
-    entries = meta.get("output_token_logprobs") or ()
+    token_ids = tuple(sample["output_ids"])
+    entries: Sequence[Any] = meta.get("output_token_logprobs") or ()
     for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=False)):
         if entry[1] != token_id:
             raise EngineError(
@@ -310,7 +312,8 @@ def with_routed_experts(completion: Completion, reply: Any, request: GenerateReq
     """With those of its reply, where they were asked for. EngineError where they are missing or wrong."""
     if request.routing is None or completion.finish_reason == "abort":
         return completion
-    meta = (reply[0] if isinstance(reply, list) else reply)["meta_info"]
+    each = json_list(reply)
+    meta = (reply if each is None else each[0])["meta_info"]
     tokens = len(request.prompt_ids) + len(completion.token_ids) - 1
     return replace(completion, routed_experts=from_int32(meta.get("routed_experts"), request.routing, tokens=tokens))
 

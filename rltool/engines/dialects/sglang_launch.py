@@ -106,7 +106,7 @@ class SglangLaunching(Launches):
 
 def _flags_in_its_group(launch: EngineLaunch) -> list[str]:
     """On several hosts, or half of prefill and decode."""
-    argv = []
+    argv: list[str] = []
     if launch.dist_init is not None:
         argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
         argv += ["--dist-init-addr", launch.dist_init]

@@ -40,6 +40,8 @@ from rltool.engines.types import (
     Lease,
     Tally,
     VersionSpan,
+    json_list,
+    json_object,
 )
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -111,11 +113,11 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
         return [_request_id(request, start) for start, _ in sample_chunks(request)]
 
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
-        completions = []
+        completions: list[Completion] = []
         for (_, count), reply in zip(sample_chunks(request), replies, strict=True):
-            choices = reply.get("choices") if isinstance(reply, dict) else None
-            if not isinstance(choices, list) or len(choices) != count:
-                found = len(choices) if isinstance(choices, list) else "no"
+            choices = json_list(json_object(reply).get("choices"))
+            if choices is None or len(choices) != count:
+                found = "no" if choices is None else len(choices)
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
             for choice in sorted(choices, key=lambda choice: choice["index"]):
                 completion = self.parse_choice(choice, request.sampling.return_sampling_mask)
@@ -152,7 +154,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
         model = models[0]
         plugin = replies["plugin?"]
         facts = plugin if plugin is not None else _facts_of_stock_server(replies["server?"])
-        config = facts.get("model_config") or {}
+        config = json_object(facts.get("model_config"))
         return EngineInfo(
             dialect=self.name,
             engine_version=replies["version"]["version"],
@@ -166,7 +168,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
             boot_id=facts.get("boot_id"),
             plugin=plugin is not None,
             device=facts.get("device"),
-            paused=(replies["paused?"] or {}).get("is_paused"),
+            paused=json_object(replies["paused?"]).get("is_paused"),
             lease=Lease.from_json(facts.get("lease")),
             model_config=config,
             model_path=model.get("root"),
@@ -222,6 +224,8 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
                 return [*self.pause("abort"), HttpRequest("POST", "/release_kv_cache_memory")]
             case ["weights"]:
                 raise UsageError("vLLM frees its weights only together with its KV cache: name both tags")
+            case _:
+                pass
         return [HttpRequest("POST", "/sleep", query={"level": str(level), "mode": "abort"})]
 
     def wake(self, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
@@ -247,7 +251,7 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
     """One entry of `choices`, with_mask: with its sampling mask. Raises MissingLogprobs also where vLLM's stand-in for
     a missing value is found."""
     token_ids = tuple(choice.get("token_ids") or ())
-    content = (choice.get("logprobs") or {}).get("content") or ()
+    content: Sequence[Any] = json_object(choice.get("logprobs")).get("content") or ()
     reason = choice.get("finish_reason")
     if reason not in ("stop", "length", "abort"):
         raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {reason!r}")
@@ -270,14 +274,14 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
 
 def _cached_tokens(reply: Mapping[str, Any]) -> int | None:
     """Of several samples of a prompt vLLM counts for the one that ended last, whichever that is."""
-    details = (reply.get("usage") or {}).get("prompt_tokens_details") or {}
+    details = json_object(json_object(reply.get("usage")).get("prompt_tokens_details"))
     return details.get("cached_tokens") if len(reply["choices"]) == 1 else None
 
 
 def _drafts(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> Drafts | None:
     """Of a server with --per-request-spec-decode-metrics: the plugin's route has them of each choice, vLLM's own of a
     reply with one."""
-    found = choice.get("speculative_decoding") or (reply.get("metrics") or {}).get("speculative_decoding")
+    found = choice.get("speculative_decoding") or json_object(reply.get("metrics")).get("speculative_decoding")
     return Drafts(found["num_spec_steps"], found["num_accepted_draft_tokens"]) if found else None
 
 
@@ -323,12 +327,12 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
 
     The HF config in it is text: the class's name followed by JSON, for pydantic cannot dump it.
     """
-    config = (reply or {}).get("vllm_config")
-    if not isinstance(config, dict):
+    config = json_object(json_object(reply).get("vllm_config"))
+    if not config:
         return {}
-    model = config.get("model_config") or {}
+    model = json_object(config.get("model_config"))
     text = model.get("hf_text_config") or model.get("hf_config") or ""
-    hf_config = {}
+    hf_config: dict[str, Any] = {}
     if isinstance(text, str) and "{" in text:
         try:
             hf_config = json.loads(text[text.index("{") :])
@@ -337,8 +341,8 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
     return {
         "vocab_size": hf_config.get("vocab_size"),
         "dtype": str(model["dtype"]).removeprefix("torch.") if "dtype" in model else None,
-        "weight_backend": (config.get("weight_transfer_config") or {}).get("backend"),
-        "routed_experts": (config.get("aux_output_config") or {}).get("enable_return_routed_experts"),
+        "weight_backend": json_object(config.get("weight_transfer_config")).get("backend"),
+        "routed_experts": json_object(config.get("aux_output_config")).get("enable_return_routed_experts"),
         "sleep_mode": model.get("enable_sleep_mode"),
         "max_logprobs": model.get("max_logprobs"),
         "model_config": hf_config,

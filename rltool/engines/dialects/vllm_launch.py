@@ -19,6 +19,7 @@ from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.types import json_object
 
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
 WORKER_EXTENSION = "rltool.engines.plugin.worker.WeightUpdateRecovery"
@@ -151,11 +152,10 @@ class VllmLaunching(Launches):
         overridden = any(flag.startswith(LENGTH_FLAGS) for flag in launch.extra_args)
         if launch.max_model_len is None or overridden:
             return None
-        text = model_config.get("text_config")
-        config = text if isinstance(text, dict) else model_config
+        config = json_object(model_config.get("text_config")) or model_config
         longest = config.get("max_position_embeddings")
-        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]  # one for each type of layer
+        rope = json_object(config.get("rope_parameters") or config.get("rope_scaling"))
+        kinds = [rope, *map(json_object, rope.values())]  # one for each type of layer
         is_scaled = any("factor" in kind for kind in kinds)
         if not isinstance(longest, int) or launch.max_model_len <= longest or is_scaled:
             return None

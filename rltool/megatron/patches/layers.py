@@ -144,7 +144,8 @@ class _Dispatch(torch.autograd.Function):
         return x.index_select(0, rows.tokens)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return sum_rows(grad, *ctx.saved_tensors), None
 
 
@@ -157,7 +158,8 @@ class _Combine(torch.autograd.Function):
         return sum_rows(x, rows.order, rows.ends)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,) = grads
         return grad.index_select(0, *ctx.saved_tensors), None
 
 

@@ -39,9 +39,12 @@ class Target:
         module_name, _, attribute = self.path.partition(":")
         try:
             module = importlib.import_module(module_name)
+        except ImportError as error:
+            return f"{self.path} does not exist: {error}"
+        try:
             found = cast(Any, reduce(getattr, attribute.split("."), module))
-        except (ImportError, AttributeError) as error:
-            if not (self.may_be_absent and isinstance(error, AttributeError)):
+        except AttributeError as error:
+            if not self.may_be_absent:
                 return f"{self.path} does not exist: {error}"
             found = None
         if self.used is not None and self.used not in inspect.getsource(module):

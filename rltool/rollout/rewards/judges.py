@@ -7,6 +7,7 @@ the judge reads of the prompt is the text that the policy read.
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import re
 from collections.abc import Sequence
@@ -131,9 +132,15 @@ def _points(reply: str) -> float:
 
 def _filled(file: str | None, shipped: str, sample: Sample, text: str, **more: str) -> str:
     """The template with its places filled, once: braces in an answer stay what they are."""
-    template = shipped if file is None else Path(file).read_text(encoding="utf-8")
+    template = shipped if file is None else _template(file)
     values = {"prompt": sample.prompt_text, "response": text, "label": sample.label or "", **more}
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+@functools.cache
+def _template(file: str) -> str:
+    """Read once: what an event loop must not do for every answer, and a run's answers are judged by one text."""
+    return Path(file).read_text(encoding="utf-8")
 
 
 def _message(text: str) -> Sequence[dict[str, Any]]:

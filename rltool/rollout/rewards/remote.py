@@ -31,7 +31,7 @@ async def remote(
     form. Raises EngineError with the last reason.
     """
     body = {"prompt": sample.prompt_text, "response": text, "label": sample.label, "metadata": sample.metadata}
-    limit = aiohttp.ClientTimeout(total=timeout)
+    limit, reason = aiohttp.ClientTimeout(total=timeout), ""
     async with aiohttp.ClientSession(timeout=limit) as session:
         for attempt in range(retries + 1):
             if attempt:

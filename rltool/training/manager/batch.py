@@ -53,7 +53,7 @@ async def to_rollout(
     if not samples:
         raise TrainingStopped(f"step {step}: no sample is left ({dropped}). {stats.describe()}")
     if trains:
-        check_samples(config, samples)
+        await asyncio.to_thread(check_samples, config, samples)
     mask_truncated, weights = config.rollout.mask_truncated, config.part_weights
     batch = await asyncio.to_thread(
         samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights, put=put

@@ -221,7 +221,7 @@ class FleetMembership:
 
     async def _drain(self, url: str, ends_at: float) -> None:
         """Until the engine has none of our requests any more."""
-        while (left := await self._requests_at(url)) and self._clock() < ends_at:
+        while (left := await self._requests_at(url)) and self._clock() < ends_at:  # noqa: ASYNC110  # the engine is asked
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if not left:
             return
@@ -230,7 +230,7 @@ class FleetMembership:
         for reason in (await self._plane.abort(at=url)).values():
             self._log(f"aborting requests at {url}: {reason}")
         aborted_at = self._clock()
-        while await self._requests_at(url) and self._clock() < aborted_at + ABORTED_SECONDS:
+        while await self._requests_at(url) and self._clock() < aborted_at + ABORTED_SECONDS:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def _requests_at(self, url: str) -> int:

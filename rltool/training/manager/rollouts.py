@@ -70,7 +70,7 @@ class Rollouts:
             say=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
-        self._actor = RolloutActor.remote(
+        self._actor: Any = RolloutActor.remote(  # whose methods Ray's types do not have
             config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
         )
 

@@ -43,7 +43,7 @@ from rltool.rollout.serving.rates import EngineRates
 from rltool.rollout.serving.restarts import EngineRestarts
 from rltool.rollout.serving.side_model import SideModels
 from rltool.rollout.serving.versions import VersionBook
-from rltool.rollout.snapshot import SourceState, books, encoded, restore
+from rltool.rollout.snapshot import SourceState, books, encoded, kept_samples, restore
 from rltool.training.eval_sets import EvalSets
 from rltool.training.manager.adaptive_concurrency import LOAD_SECONDS, adapt_concurrency
 from rltool.training.manager.batch import Rollout, to_rollout
@@ -321,7 +321,7 @@ class RolloutService:
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         """The inverse; directory: the checkpoint that holds the samples' files."""
-        restore(self.collector, state, directory)
+        restore(self.collector, state, await asyncio.to_thread(kept_samples, directory))
         self._step = state["done"]
 
     async def status(self) -> dict[str, Any]:

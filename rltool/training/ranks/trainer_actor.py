@@ -3,12 +3,15 @@ WeightSender."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import ray
+from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights, Wide, fetched
 from rltool.config.train import TrainConfig
@@ -25,6 +28,26 @@ from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
 from rltool.weights.verify.implied_checksums import implied_checksums
 
+if TYPE_CHECKING:
+    from rltool.checkpoints.completion import Saved
+    from rltool.checkpoints.saving import CheckpointSaver
+    from rltool.megatron.critic import Critic
+    from rltool.megatron.profiling import Recorder
+    from rltool.megatron.runtime import Coordinates
+    from rltool.megatron.trained import TrainedModel
+    from rltool.megatron.trainer import MegatronTrainer
+
+
+@dataclass
+class _Parts:
+    """What a rank has made once it has started."""
+
+    trainer: MegatronTrainer
+    critic: Critic | None
+    saver: CheckpointSaver
+    recorder: Recorder
+    sender: WeightSender
+
 
 @cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": 2})  # which its overloads do not have
 class TrainerActor:
@@ -35,11 +58,8 @@ class TrainerActor:
         redirect_output(log_file)
         self.config = config
         self.rank = rank
-        self.sender: WeightSender | None = None
-        self.trainer: Any = None
-        self.critic: Any = None
-        self.saver: Any = None
-        self.recorder: Any = None
+        self._started: _Parts | None = None
+        self._closing = contextlib.ExitStack()
 
     def device(self) -> RankDevice:
         """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each
@@ -56,8 +76,8 @@ class TrainerActor:
         held.release()
         return node, held.ports[0]
 
-    def start(self, master: tuple[str, int], total_optimizer_steps: int) -> Any:
-        """Join the ranks' process group and build the model. Returns this rank's megatron.runtime.Coordinates."""
+    def start(self, master: tuple[str, int], total_optimizer_steps: int) -> Coordinates:
+        """Join the ranks' process group and build the model."""
         from rltool.checkpoints.saving import CheckpointSaver
         from rltool.megatron.profiling import Recorder
         from rltool.megatron.runtime import Rendezvous
@@ -66,42 +86,46 @@ class TrainerActor:
         config = self.config
         rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
         run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
-        self.trainer = MegatronTrainer(
+        trainer = MegatronTrainer(
             config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run
         )
+        self._closing.callback(trainer.close)
+        critic = None
         if config.algorithm.uses_critic:
             from rltool.megatron.critic import Critic
 
             updates = config.steps * config.updates_per_rollout * config.critic.updates_per_optimizer_step
-            self.critic = Critic(self.trainer, config.critic, total_optimizer_steps=updates)
-        self.saver = CheckpointSaver(self.trainer, asynchronous=config.checkpoint.async_save, critic=self.critic)
-        self.recorder = Recorder(self.rank)
-        device = self.trainer.runtime.device
-        self.sender = WeightSender(
-            config.weights, self.trainer.export_plan, device=device, deadline=config.deadlines.bucket,
+            critic = Critic(trainer, config.critic, total_optimizer_steps=updates)
+        device = trainer.runtime.device
+        sender = WeightSender(
+            config.weights, trainer.export_plan, device=device, deadline=config.deadlines.bucket,
             model_files=config.model.path, rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
         )  # fmt: skip
+        self._closing.callback(sender.close)
+        saver = CheckpointSaver(trainer, asynchronous=config.checkpoint.async_save, critic=critic)
+        self._closing.callback(saver.close)
+        self._started = _Parts(trainer, critic, saver, Recorder(self.rank), sender)
         garbage.settle()
-        return self.trainer.coordinates
+        return trainer.coordinates
 
     def load_weights(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
 
         self._load_policy()
-        if self.critic is not None:
-            load_weights(self.critic, self.critic.path)
+        if (critic := self._here.critic) is not None:
+            load_weights(critic, critic.path)
 
     def _load_policy(self) -> None:
         from rltool.checkpoints.torch_dist import load_weights
 
         self._load_teacher()
-        load_weights(self.trainer, self.config.model.path)
+        load_weights(self._here.trainer, self.config.model.path)
 
     def _load_teacher(self) -> None:
         from rltool.checkpoints.torch_dist import load_teacher
 
         if self.config.model.teacher_path is not None:
-            load_teacher(self.trainer, self.config.model.teacher_path)
+            load_teacher(self._here.trainer, self.config.model.teacher_path)
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
         """The teacher's weights come from model.teacher_path, the reference's from model.path unless the checkpoint has
@@ -112,52 +136,54 @@ class TrainerActor:
             self._load_policy()
         else:
             self._load_teacher()
-        return load_checkpoint(self.trainer, directory, critic=self.critic)
+        return load_checkpoint(self._here.trainer, directory, critic=self._here.critic)
 
     # -- training: micro-batches come with references to their wide fields, which are read here
 
-    def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> Any:
-        return self.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
+    def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
+        return self._here.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
-    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> Any:
-        return self.trainer.compute_logprobs_and_entropies(fetched(micro_batches, ray.get))
+    def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
+        return self._here.trainer.compute_logprobs_and_entropies(fetched(micro_batches, ray.get))
 
     def compute_teacher_fields(self, micro_batches: list[TrainBatch]) -> list[Wide] | None:
         """Of each micro-batch; the values stay in the object store, for the ranks."""
-        found = self.trainer.compute_teacher_topk(fetched(micro_batches, ray.get))
+        found = self._here.trainer.compute_teacher_topk(fetched(micro_batches, ray.get))
         if found is None:
             return None
         return [Wide.cut(values, batch.lengths, ray.put) for values, batch in zip(found, micro_batches, strict=True)]
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self.trainer.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
+        return self._here.trainer.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
-    def forward_backward(self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool) -> Any:
-        return self.trainer.forward_backward(
+    def forward_backward(
+        self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool
+    ) -> tuple[list[Tensor] | None, dict[str, float]]:
+        return self._here.trainer.forward_backward(
             fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens, on_policy=on_policy
         )
 
     def optimizer_step(self) -> dict[str, float]:
-        return self.trainer.optimizer_step()
+        return self._here.trainer.optimizer_step()
 
     def discard_gradients(self) -> None:
-        self.trainer.discard_gradients()
+        self._here.trainer.discard_gradients()
 
     def update_reference(self) -> None:
-        self.trainer.update_reference()
+        self._here.trainer.update_reference()
 
-    def compute_values(self, micro_batches: list[TrainBatch]) -> Any:
-        return self.critic.compute_values(fetched(micro_batches, ray.get))
+    def compute_values(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
+        return self._critic.compute_values(fetched(micro_batches, ray.get))
 
     def critic_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self.critic.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
+        return self._critic.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
     def parameter_hash(self) -> str:
         """Of the policy; with a critic, of both."""
-        policy = self.trainer.parameter_hash()
-        if self.critic is None:
+        policy = self._here.trainer.parameter_hash()
+        if (critic := self._here.critic) is None:
             return policy
-        return hashlib.sha256(f"{policy} {self.critic.parameter_hash()}".encode()).hexdigest()
+        return hashlib.sha256(f"{policy} {critic.parameter_hash()}".encode()).hexdigest()
 
     # -- memory that engines on the same GPUs take in turns
 
@@ -172,54 +198,55 @@ class TrainerActor:
         for model in self._models():
             model.onload(parts)
 
-    def _models(self) -> list[Any]:
-        return [model for model in (self.trainer, self.critic) if model is not None]
+    def _models(self) -> list[TrainedModel]:
+        here = self._here
+        return [here.trainer] if here.critic is None else [here.trainer, here.critic]
 
     # -- weights
 
     def export_plan(self) -> ExportPlan:
-        return self.trainer.export_plan
+        return self._here.trainer.export_plan
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
-        return self._sender.host(receivers, group, directory)
+        return self._here.sender.host(receivers, group, directory)
 
     def join(self) -> dict[str, str]:
-        return self._sender.join()
+        return self._here.sender.join()
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        everywhere = self._sender.gathers_everywhere(urls)
-        stream = self.trainer.export_weights(everywhere=everywhere)
-        held = self.trainer.export_bytes(everywhere=everywhere)
-        return self._sender.send(stream, version, urls, stream_bytes=held)
+        everywhere = self._here.sender.gathers_everywhere(urls)
+        stream = self._here.trainer.export_weights(everywhere=everywhere)
+        held = self._here.trainer.export_bytes(everywhere=everywhere)
+        return self._here.sender.send(stream, version, urls, stream_bytes=held)
 
     @ray.method(concurrency_group="ready")
     def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
         """Beside `send`: see WeightSender."""
-        return self._sender.ready(url, version, number, seconds)
+        return self._here.sender.ready(url, version, number, seconds)
 
     def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
         0."""
-        stream = self.trainer.export_weights()
+        stream = self._here.trainer.export_weights()
         try:
             if self.rank != 0:
                 return {}
-            return implied_checksums(self.trainer.export_plan, named_tensors(stream), layout)
+            return implied_checksums(self._here.trainer.export_plan, named_tensors(stream), layout)
         finally:
             drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 
     @ray.method(concurrency_group="abort")
     def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
         """Beside `join` or `send`, which waits no longer for these engines."""
-        self._sender.abort(urls, reason)
+        self._here.sender.abort(urls, reason)
 
     def leave_transfer(self, urls: Sequence[str] | None = None) -> None:
         """The groups with these engines; None: all."""
         if urls is None:
-            self._sender.close()
+            self._here.sender.close()
         else:
-            self._sender.leave(urls)
+            self._here.sender.leave(urls)
 
     # -- saving
 
@@ -228,45 +255,45 @@ class TrainerActor:
     ) -> None:
         """Returns when the state is copied (checkpoint.async_save) or written. A collective. files: name -> content,
         written beside it."""
-        self.saver.save(directory, extra, metrics, files)
+        self._here.saver.save(directory, extra, metrics, files)
 
     def save_has_ended(self) -> bool:
-        return self.saver.has_ended
+        return self._here.saver.has_ended
 
-    def saved(self) -> Any:
+    def saved(self) -> Saved | None:
         """The checkpoint that was started last, once it has been completed; None when it was asked for already."""
-        return self.saver.wait()
+        return self._here.saver.wait()
 
     def save_hf(self, directory: Path) -> None:
         """Write the weights as a Hugging Face directory. A collective."""
         from rltool.checkpoints.hf_export import export_hf
 
-        export_hf(self.trainer, directory)
+        export_hf(self._here.trainer, directory)
 
     # -- looking inside
 
     def start_profile(self) -> None:
-        self.recorder.start_profile()
+        self._here.recorder.start_profile()
 
     def stop_profile(self, directory: Path, name: str) -> Path:
-        return self.recorder.stop_profile(directory, name)
+        return self._here.recorder.stop_profile(directory, name)
 
     def start_memory(self) -> None:
-        self.recorder.start_memory()
+        self._here.recorder.start_memory()
 
     def stop_memory(self, directory: Path, name: str) -> Path:
-        return self.recorder.stop_memory(directory, name)
+        return self._here.recorder.stop_memory(directory, name)
 
     def close(self) -> None:
-        """A save in flight is waited for."""
-        if self.saver is not None:
-            self.saver.close()
-        if self.sender is not None:
-            self.sender.close()
-        if self.trainer is not None:
-            self.trainer.close()
+        """A save in flight is waited for. Of a start that failed, what it had made."""
+        self._closing.close()
 
     @property
-    def _sender(self) -> WeightSender:
-        assert self.sender is not None, "start comes first"
-        return self.sender
+    def _here(self) -> _Parts:
+        assert self._started is not None, "start comes first"
+        return self._started
+
+    @property
+    def _critic(self) -> Critic:
+        assert self._here.critic is not None, "asked for with algorithm.uses_critic alone"
+        return self._here.critic

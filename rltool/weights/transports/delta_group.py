@@ -15,7 +15,6 @@ from torch import Tensor
 from rltool.engines.delta.chain import File, Held
 from rltool.engines.delta.messages import Kind, flat_of, header
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest, TensorMeta
-from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import vllm
@@ -34,11 +33,11 @@ class DeltaGroupSender(SenderTransport):
     """Sends what the encoder has made of each bucket, over the group of another sender."""
 
     device = torch.device("cpu")
-    encoder: DeltaEncoder
 
     def __init__(self, group: SenderTransport, options: SenderOptions) -> None:
         assert options.encoder is not None, "WeightSender has one with weights.delta"
-        self._group, self.encoder, self._seconds = group, options.encoder, options.deadline
+        self.encoder = self._encoder = options.encoder
+        self._group, self._seconds = group, options.deadline
         self._held: Held | None = None
         """What the engine has taken over this connection."""
         self._version = ""
@@ -58,12 +57,12 @@ class DeltaGroupSender(SenderTransport):
         return NONE if self._group.device == self.device else Memory.on(self._group.device, self._largest)
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
-        base = self.encoder.base
+        base = self._encoder.base
         self._wholes = None if base is not None and base == self._held else {}
         self._version, self._shard, self._largest = version, 0, 0
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
-        part = self.encoder.part(self._shard)
+        part = self._encoder.part(self._shard)
         if part is None:
             raise TransportError("this connection is given up, and the others have gone on")
         if self._wholes is None:
@@ -75,7 +74,7 @@ class DeltaGroupSender(SenderTransport):
         return _Sent()
 
     def finish(self) -> None:
-        manifest = self.encoder.manifest(self._wholes)
+        manifest = self._encoder.manifest(self._wholes)
         self._say(Kind.MANIFEST, flat_of(manifest.to_json()))
         self._held = manifest.held
 

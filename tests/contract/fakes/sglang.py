@@ -469,7 +469,7 @@ class FakeSglang:
         body = self.bodies[request.path]
         if body.get("load_format", self.load_format) == "dummy":
             return _outcome(False, "Failed to get model loader: DummyModelLoader")
-        files = sorted(Path(body["model_path"]).glob("*.safetensors"))
+        files = sorted(Path(body["model_path"]).glob("*.safetensors"))  # noqa: ASYNC240  # SGLang waits for it as well
         if not files:
             return _outcome(False, "Failed to get weights iterator: Cannot find any model weights.")
         for file in files:

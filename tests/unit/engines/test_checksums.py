@@ -124,8 +124,8 @@ def test_the_most_probable_tokens_are_asked_for_only_where_they_are_wanted():
     assert dialect("vllm").score(TOKENS).body["sampling_params"]["prompt_logprobs"] == 0
     assert dialect("sglang").score(TOKENS, 7).body["top_logprobs_num"] == 7
     assert "top_logprobs_num" not in dialect("sglang").score(TOKENS).body
+    lacking = {"input_token_logprobs": SGLANG["input_token_logprobs"]}
     with pytest.raises(MissingLogprobs, match="3 prompt tokens"):
-        lacking = {"input_token_logprobs": SGLANG["input_token_logprobs"]}
         dialect("sglang").parse_topk(TOKENS, {"meta_info": lacking}, 2)
 
 

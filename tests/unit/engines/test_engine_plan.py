@@ -368,8 +368,8 @@ def test_colocated_engines_are_on_the_gpus_of_the_ranks_of_four_hosts():
         "engine-5: vllm regular, group default, host 10.0.0.2, GPUs 4,5,6,7, http://10.0.0.2:20001",
     ]
     assert bundles == []
+    where = [Host("n0", "10.0.0.0", tuple(range(8))), Host("n1", "10.0.0.1", (0, 1))]
     with pytest.raises(UsageError, match=r"group 'default', which takes 5 GPUs: left are n0: 5,6,7"):
-        where = [Host("n0", "10.0.0.0", tuple(range(8))), Host("n1", "10.0.0.1", (0, 1))]
         managed(where, ray="x:1", ranks=10, groups=[{"count": 2, "tp": 5}], mode="colocate")
 
 

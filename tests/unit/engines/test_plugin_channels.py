@@ -79,7 +79,7 @@ def test_the_next_bucket_is_awaited_while_one_is_loaded(both):
 def test_a_bucket_that_cannot_be_loaded_ends_the_channel(both):
     trainer, worker = both
     send(trainer, [0])
-    with pytest.raises(KeyError), closing(worker.receive(BUCKETS)) as arriving:
+    with pytest.raises(KeyError), closing(worker.receive(BUCKETS)) as arriving:  # noqa: PT012  # its own last line
         for _ in arriving:
             raise KeyError
     with pytest.raises(ChannelError, match="the transfer group was left"):

@@ -132,7 +132,7 @@ def test_without_an_owner_to_call_failures_are_logged(caplog):
 
 def test_tasks_beside_a_block_have_ended_when_it_has():
     async def run():
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError):  # noqa: PT012  # its own last line
             async with beside(for_ever(), asyncio.sleep(0, "done")) as (endless, short):
                 assert await short == "done"
                 raise KeyError

@@ -188,13 +188,12 @@ def wrong_directions(imports: list[Import]) -> list[str]:
 
 
 def misplaced(imports: list[Import]) -> list[str]:
-    wrong = []
-    for found in imports:
-        if found.package in OWNERS and not any(
-            found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package]
-        ):
-            wrong.append(f"{found.file} imports {found.module}")
-    return wrong
+    return [
+        f"{found.file} imports {found.module}"
+        for found in imports
+        if found.package in OWNERS
+        and not any(found.file == place or found.file.startswith(f"{place}/") for place in OWNERS[found.package])
+    ]
 
 
 def test_every_room_has_a_level():

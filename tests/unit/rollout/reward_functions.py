@@ -48,6 +48,7 @@ def plain(sample, text):
             child = subprocess.Popen(["sleep", "600"])
             Path(sample.metadata["file"]).write_text(str(child.pid))
             time.sleep(600)
+    return None
 
 
 def meet(directory: Path, parties: int) -> float:

@@ -27,7 +27,7 @@ from rltool.rollout.rewards.pool import RewardFailure
 from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
-from rltool.rollout.snapshot import books, restore, snapshot
+from rltool.rollout.snapshot import books, kept_samples, restore, snapshot
 from tests.declared import Store, declare_surprise, table_of_its_own
 
 RUN = "a" * 32
@@ -109,7 +109,7 @@ def taken_up(collector, kept):
     with tempfile.TemporaryDirectory() as directory:
         for name, content in kept.files.items():
             (Path(directory) / name).write_bytes(content)
-        restore(collector, kept.state, Path(directory))
+        restore(collector, kept.state, kept_samples(Path(directory)))
 
 
 def numbers(collected):

@@ -235,9 +235,10 @@ def test_without_a_trainer_the_built_in_generation_refuses_them_and_others_do_no
 
 
 def test_a_row_of_an_own_source_is_refused_as_it_comes(configured):
+    config = configured(f'data.source="{__name__}:with_media"', "data.train=[]")
+    prompts = load_train_prompts(config, LetterTokenizer(), partial(training_refusal, config))[1]
     with pytest.raises(UsageError, match="data.source, row 0: has video and audio, and the trainer's"):
-        config = configured(f'data.source="{__name__}:with_media"', "data.train=[]")
-        load_train_prompts(config, LetterTokenizer(), partial(training_refusal, config))[1].next(1)
+        prompts.next(1)
 
 
 def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(configured, monkeypatch, model):

@@ -258,9 +258,9 @@ def test_the_last_line_of_a_command_may_tell_it(line, expected):
 
 
 def test_a_command_whose_metadata_is_none_has_failed():
+    agents = CommandAgents(["echo", '{"reward": 1, "train_metadata": [2]}'])
     with pytest.raises(AgentFailed, match="its result: .*expected an object"):
-        line = '{"reward": 1, "train_metadata": [2]}'
-        asyncio.run(CommandAgents(["echo", line]).run(AgentTask("u", "u", "k", "m", {}, 60.0, 0)))
+        asyncio.run(agents.run(AgentTask("u", "u", "k", "m", {}, 60.0, 0)))
 
 
 # -- files and people

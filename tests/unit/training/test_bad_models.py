@@ -67,8 +67,8 @@ def test_train_and_debug_look_at_the_weights_before_they_start_anything(model, t
     (tmp_path / "p.jsonl").write_text('{"prompt": "a", "label": "b"}\n')
     sets = [f"model.path={model}", f'data.train=["{tmp_path}/p.jsonl"]', "algorithm.loss=sft"]
     for replay in (None, Replay(None)):
+        loaded = load_config(TrainConfig, [], sets if replay is None else sets[:1])
         with pytest.raises(UsageError, match="its header says"):
-            loaded = load_config(TrainConfig, [], sets if replay is None else sets[:1])
             prepare(loaded, RunDirectory(tmp_path / "run"), resume=False, replay=replay)
     assert not (tmp_path / "run").exists()
 

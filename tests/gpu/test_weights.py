@@ -1,0 +1,79 @@
+"""Weights from a trainer into an external vLLM on the same GPU, where NCCL cannot be: values compared, digests."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.trainer_speed import SHAPES
+from benchmarks.whole_step import make_model, make_prompts
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+
+STEPS = 2
+Rltool = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("weights")
+
+
+@pytest.fixture(scope="module")
+def rltool(work: Path) -> Rltool:
+    def call(*words: str) -> str:
+        environment = {**os.environ, "RLTOOL_RUNS": str(work / "runs"), "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "rltool", *words]
+        done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400)
+        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+        return done.stdout + done.stderr
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def model(work: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(SHAPES, "test", SHAPES["0.5B"] | {"num_hidden_layers": 4, "vocab_size": 8192})
+        return make_model(work / "model", "test", 256)
+
+
+@pytest.fixture(scope="module")
+def endpoints(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
+    """Of one vLLM that leaves the trainer most of the GPU."""
+    options = ("--max-model-len", "128", "--run", "engines", "--detach")
+    rltool("serve-engines", str(model), *options, "--", "--gpu-memory-utilization", "0.3", "--enforce-eager")
+    try:
+        yield f"@{work}/runs/engines/endpoints.json"
+    finally:
+        rltool("stop", "--run", "engines")
+
+
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_an_engine_on_the_trainers_gpu_has_the_trainers_weights(work, rltool, model, endpoints, transport):
+    """The run compares values itself after its first sync; digests of every tensor are compared with its checkpoint."""
+    rltool("init", f"{transport}.toml")
+    settings = {
+        "model.path": f'"{model}"', "data.train": f'["{make_prompts(work / "prompts.jsonl")}"]', "steps": str(STEPS),
+        "rollout.prompts_per_step": "8", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "32",
+        "reward.function": '"benchmarks.rewards:letter_share"', "weights.transport": f'"{transport}"',
+        "optimizer.lr": "1e-4",
+    }  # fmt: skip
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    options = ("--config", f"{transport}.toml", "--run", transport, "--rollout-external", endpoints, "--gpus", "0")
+    rltool("train", *options, *words)
+    run = work / "runs" / transport
+    steps = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in r]
+    assert len(steps) == STEPS
+    assert max(record["train/mismatch_kl"] for record in steps) < 2e-3
+    (checkpoint,) = (run / "checkpoints").glob("step_*")
+    assert "the same weights as" in rltool("debug", "weights", endpoints, "--checkpoint", str(checkpoint))
+    # The model that the run began with differs.
+    with pytest.raises(AssertionError, match="other weights than"):
+        rltool("debug", "weights", endpoints, "--checkpoint", str(model))
