@@ -42,11 +42,12 @@ lint: venv
 	.venv/bin/ruff check rltool tests benchmarks docs recipes examples
 	.venv/bin/basedpyright --level error
 
-# The site of docs/ in build/site; a page that is in no menu, or a link or anchor that leads nowhere, is an error.
+# The site of docs/ in build/site; a link or anchor that leads nowhere is an error; tests/unit/project checks menu and pictures.
 docs:
-	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
+	test -x .venv-docs/bin/zensical || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet -r requirements/docs.txt
-	.venv-docs/bin/mkdocs build --strict
+	$(PYTHON) docs/lay_out_site.py
+	.venv-docs/bin/zensical build --clean --strict --config-file mkdocs.yml
 
 # The wheel in dist/, and its tests: installed in an environment of its own, every verb started there.
 wheel: venv

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rltool.algorithms.fields import BatchFields, Field, fields_of, record
-from rltool.algorithms.ragged import as_array, numbered, numbers, sum_per_sample
+from rltool.algorithms.ragged import as_array, numbers, sum_per_sample
 
 Weights = Literal["policy", "reference", "teacher"]
 """Whose log-probabilities: the model in training, or one of its frozen companions."""
@@ -81,23 +81,24 @@ class Wide:
 
     def select(self, samples: Tensor) -> Wide:
         """Of these samples, [n] int64, in this order, without blocks of others alone."""
-        used, block, _ = numbered(self.places[samples, 0])
-        blocks = tuple(self.blocks[i] for i in numbers(used))
-        return replace(self, blocks=blocks, places=torch.stack([block, self.places[samples, 1]], 1))
+        chosen = self.places[samples]
+        used = sorted(set(numbers(chosen[:, 0])))
+        block = torch.searchsorted(torch.tensor(used), chosen[:, 0].contiguous())
+        return replace(self, blocks=tuple(self.blocks[i] for i in used), places=torch.stack([block, chosen[:, 1]], 1))
 
 
 def joined(rows: Sequence[Rows], lengths: Sequence[int], item: Field) -> Tensor | Ragged:
     """What a batch of samples with these rows and so many tokens has of the field. Shorter rows are filled up to the
     longest."""
     if item.of == "ragged":
-        return Ragged(torch.from_numpy(np.concatenate(rows)), torch.tensor([len(own) for own in rows]))
+        return Ragged(torch.as_tensor(np.concatenate(rows)), torch.tensor([len(own) for own in rows]))
     shape = (sum(lengths), *([max(own.shape[1] for own in rows)] if item.row else []))
     out = np.full(shape, item.filler(rows[0].dtype), rows[0].dtype)
     end = 0
     for own, length in zip(rows, lengths, strict=True):
         end += length
         out[(slice(end - len(own), end), *map(slice, own.shape[1:]))] = own
-    return torch.from_numpy(out)
+    return torch.as_tensor(out)
 
 
 @record(frozen=True, kw_only=True)
@@ -236,6 +237,7 @@ def _with_values(batch: TrainBatch, blocks: Mapping[Any, Sequence[Mapping[str, R
     lengths, table = numbers(batch.lengths), fields_of(batch)
     values: dict[str, Tensor | Ragged] = {}
     for wide in batch.wide:
-        samples = [blocks[wide.blocks[block]][place] for block, place in numbers(wide.places)]
+        places: list[tuple[int, int]] = numbers(wide.places)
+        samples = [blocks[wide.blocks[block]][place] for block, place in places]
         values |= {name: joined([sample[name] for sample in samples], lengths, table[name]) for name in wide.names}
     return batch.replace(**values, wide=())

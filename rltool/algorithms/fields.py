@@ -175,7 +175,7 @@ def record(*, frozen: bool = False, kw_only: bool = False) -> Callable[[type[T]]
 @record(frozen=True, kw_only=True)
 class LossFields(Record):
     """[T] of the batch's tokens or [N] of its samples; in LossTokens [R] each, at the loss tokens. Float32 and None
-    where it was not made, unless said otherwise."""
+    where it was not made, unless noted."""
 
     old_logprobs: Tensor | None = token()
     """Trainer's log-probability before the first optimizer step."""
@@ -196,14 +196,14 @@ class LossFields(Record):
     kl_cov_coefs: Tensor | None = token()
     """Weight of |log p - log p_old| in each token's loss (token_selection.py); None: 0."""
     kl_coefs: Tensor | None = sample()
-    """algorithm.kl_coef as it is in this training step (controllers.py); None: as configured."""
+    """algorithm.kl.coef as it is in this training step (controllers.py); None: as configured."""
     entropy_coefs: Tensor | None = sample()
-    """Likewise of algorithm.entropy_coef."""
+    """Likewise of algorithm.entropy.coef."""
 
 
 @record(frozen=True, kw_only=True)
 class BatchFields(LossFields):
-    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless said otherwise."""
+    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless noted."""
 
     tokens: Tensor = token("int64", required=True)
     """Int64, prompt then response of each sample."""

@@ -201,7 +201,7 @@ def _probed(
     endpoints: ModelEndpoints, needed: int | None, config: TrainConfig, *, given: str, patience: float
 ) -> ProbedFleet:
     """At the first start an address that does not answer is a mistake; when the run goes on, it may be what ended it
-    before: then `needed` of them are enough. patience: seconds for so many to answer."""
+    before: then `needed` of them are enough. patience: seconds for this many to answer."""
     deadlines, ends = config.deadlines, time.monotonic() + patience
     while True:
         try:

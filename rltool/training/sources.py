@@ -69,7 +69,7 @@ class Stateless:
 
 
 def _dated(batch: TrainBatch, step: int) -> TrainBatch:
-    """Samples that do not say which weights sampled them are taken for on-policy ones."""
+    """Samples without weight versions count as on-policy."""
     if batch.token_versions is not None:
         return batch
     return batch.replace(token_versions=torch.where(batch.loss_mask > 0, step, -1))
@@ -105,7 +105,7 @@ class RecordedRollouts(Stateless):
         )
         if config.sampling.truncates and not batch.has("sampling_mask"):
             raise UsageError(
-                f"the samples of step {step} in {self.directory} do not tell which tokens were left to choose from, "
+                f"the samples of step {step} in {self.directory} do not record which tokens were left to choose from, "
                 f"and sampling.top_p = {config.sampling.top_p:g}, sampling.top_k = {config.sampling.top_k}: set both "
                 "as they were when these were sampled"
             )

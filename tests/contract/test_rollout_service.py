@@ -143,7 +143,7 @@ def settings(model_dir, data_file):
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "weights": {"transport": "disk"},
-            "deadlines": {"generate": LONG, "sync_step": LONG},
+            "deadlines": {"generate": LONG, "sync": LONG},
             "data": {"train": [data_file]},
             "eval": {"sets": {"words": data_file}, "samples_per_prompt": 2},
             "reward": {"function": f"{FUNCTIONS}:long_is_good"},
@@ -641,11 +641,11 @@ def test_an_evaluation_is_interrupted_too(serve, settings, fakes):
 
 def test_an_evaluation_has_a_deadline_with_a_name(serve, settings, fakes):
     async def run():
-        async with serve(settings(deadlines={"evaluate": 0.5}), fakes) as service:
+        async with serve(settings(deadlines={"step": 0.5}), fakes) as service:
             await service.sync_weights(0)
             for engine in fakes:
                 engine.seconds = 600.0
-            with pytest.raises(RltoolError, match=r"deadlines.evaluate = 0.5 s"):
+            with pytest.raises(RltoolError, match=r"deadlines.step = 0.5 s"):
                 await service.evaluate()
 
     asyncio.run(run())
@@ -1291,7 +1291,7 @@ def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say what to evaluate"),
+        ((), "nothing to evaluate"),
         (("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "--checkpoint: give one of them"),
         (("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
         (("--checkpoint", "m"), "is no Hugging Face directory"),

@@ -32,6 +32,10 @@ def digests(model) -> dict[str, str]:
     return {name: hashlib.sha256(copy.view(torch.uint8).numpy()).hexdigest() for name, copy in copies.items()}
 
 
+def optimizers(model) -> list:
+    return [each.optimizer for each in getattr(model.optimizer, "chained_optimizers", [model.optimizer])]
+
+
 def held(model) -> int:
     """Bytes below the tensors of all parts."""
     storages = [t.untyped_storage() for part in tensors_of(model.ddp, model.optimizer).values() for t in part]
@@ -61,10 +65,16 @@ def case_steps(place, path, settings, batch):
 
 
 def case_round_trip(place, path, settings, batch):
-    """Two steps; everything away and back; then in the order of a colocated run's turns; two more steps.
+    """Warmed up, away and back before the first step; two steps; everything away and back; then in the order of a
+    colocated run's turns; two more steps.
 
     Returns the bytes that lie below the tensors, here and away, how many tensors were compared, and the last step."""
     with closing(make_trainer(place, path, **settings)) as trainer:
+        trainer.warm_up()
+        trainer.offload(PARTS)
+        made = sum(len(state) for group in optimizers(trainer) for state in group.state.values())
+        assert made == 2 * sum(len(part["params"]) for group in optimizers(trainer) for part in group.param_groups)
+        trainer.onload(PARTS)
         for _ in range(2):
             step(trainer, batch)
         before, size, allocated = digests(trainer), held(trainer), on_gpu()

@@ -180,7 +180,7 @@ def test_a_resumed_run_goes_on_against_the_engines_under_a_new_attempt(routed, t
 
 def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_agree_as_well(direct):
     sets = [
-        "algorithm.kl_coef=0.05",
+        "algorithm.kl={kind='loss', coef=0.05}",
         "steps=2",
         "optimizer_steps_per_rollout=1",
         'weights.transport="disk"',

@@ -1,4 +1,4 @@
-"""algorithm.routing_replay: what a run needs for it, and what contradicts it. UsageError where nothing else is said."""
+"""algorithm.routing_replay: what a run needs for it, and what contradicts it. UsageError unless noted."""
 
 from __future__ import annotations
 

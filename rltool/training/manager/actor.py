@@ -30,7 +30,7 @@ from rltool.weights.sync_report import SyncReport
 
 
 class ManagerFailed(RltoolError):
-    """The rollout manager raised what nobody expected. The trainer's state is whole, and is to be saved."""
+    """An unexpected error of the rollout manager. The trainer's state is whole, and is to be saved."""
 
 
 @contextmanager
@@ -74,8 +74,8 @@ class RolloutActor:
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)
 
-    async def free_gpus(self) -> None:
-        await self._service.free_gpus()
+    async def free_gpus(self) -> float:
+        return await self._service.free_gpus()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         return await self._service.hold_evaluation_engines(step)

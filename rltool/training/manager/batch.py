@@ -1,4 +1,4 @@
-"""From the groups that the collector hands over to the batch that the trainer gets, and the metrics of its making."""
+"""From the collector's groups to the trainer's batch, and the metrics of its making."""
 
 from __future__ import annotations
 

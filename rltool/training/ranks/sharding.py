@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from rltool.algorithms.batch import TrainBatch, Wide
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import TrainConfig
 from rltool.models.registry import family_for, read_hf_config
+
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
 
 
 @dataclass(frozen=True)
@@ -26,11 +29,11 @@ class Shards:
         batch = self.batch.for_ranks()
         return [batch.micro_batch(samples) for samples in self.plan[dp_rank]]
 
-    def in_order(self, coordinates: Sequence[Any], results: Sequence[list[Tensor] | None]) -> Tensor:
+    def in_order(self, coordinates: Sequence[Coordinates], results: Sequence[list[Tensor] | None]) -> Tensor:
         """[T, ...] of the global batch from each rank's [tokens, ...] per micro-batch; None from ranks that hand
         nothing back.
 
-        coordinates: megatron.runtime.Coordinates of each rank.
+        coordinates: of each rank.
         """
         given = next(values for result in results if result is not None for values in result)
         out = given.new_zeros(len(self.batch.tokens), *given.shape[1:])

@@ -54,10 +54,10 @@ class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
-    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
+    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False) -> None:
+        """stays: its memory is on its GPU also while colocated engines are awake."""
         redirect_output(log_file)
-        self.config = config
-        self.rank = rank
+        self.config, self.rank, self.stays = config, rank, stays
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
@@ -69,7 +69,7 @@ class TrainerActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just
         now)."""
-        # In a local cluster Ray still names the host's outer address, whatever it was given; the ranks have no business
+        # In a local cluster Ray still names the host's outer address, regardless of options; the ranks have no business
         # there.
         node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
         held = reserve_ports(1, host=node)
@@ -140,6 +140,9 @@ class TrainerActor:
 
     # -- training: micro-batches come with references to their wide fields, which are read here
 
+    def warm_up(self) -> None:
+        self._here.trainer.warm_up()
+
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
         return self._here.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
@@ -154,14 +157,14 @@ class TrainerActor:
         return [Wide.cut(values, batch.lengths, ray.put) for values, batch in zip(found, micro_batches, strict=True)]
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self._here.trainer.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
+        batches = fetched(micro_batches, ray.get)
+        return self._here.trainer.train_step(batches, global_loss_tokens=global_loss_tokens)
 
     def forward_backward(
         self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool
     ) -> tuple[list[Tensor] | None, dict[str, float]]:
-        return self._here.trainer.forward_backward(
-            fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens, on_policy=on_policy
-        )
+        trainer, batches = self._here.trainer, fetched(micro_batches, ray.get)
+        return trainer.forward_backward(batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
 
     def optimizer_step(self) -> dict[str, float]:
         return self._here.trainer.optimizer_step()
@@ -188,8 +191,12 @@ class TrainerActor:
     # -- memory that engines on the same GPUs take in turns
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Between two steps: gradients are of no use then, and zeros need no room on the host."""
+        """Between two steps: gradients are of no use then, and zeros need no room on the host. Of ranks that stay only
+        what torch has cached."""
         for model in self._models():
+            if self.stays:
+                model.give_back(parts)
+                continue
             if "gradients" in parts and "gradients" not in model.away:
                 model.discard_gradients()
             model.offload(parts)
@@ -215,7 +222,7 @@ class TrainerActor:
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        everywhere = self._here.sender.gathers_everywhere(urls)
+        everywhere = self._here.sender.needs_all_ranks(urls)
         stream = self._here.trainer.export_weights(everywhere=everywhere)
         held = self._here.trainer.export_bytes(everywhere=everywhere)
         return self._here.sender.send(stream, version, urls, stream_bytes=held)

@@ -27,7 +27,7 @@ from rltool.rollout.rewards.pool import RewardFailure
 from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
-from rltool.rollout.snapshot import books, kept_samples, restore, snapshot
+from rltool.rollout.snapshot import books, encoded, kept_samples, restore
 from tests.declared import Store, declare_surprise, table_of_its_own
 
 RUN = "a" * 32
@@ -102,6 +102,10 @@ async def batches(collector, steps, *, first=0):
         publish(collector, step)
         found.append(await collector.next(step))
     return found
+
+
+def snapshot(collector, done, *, keeps_partial):
+    return encoded(*books(collector, done, keeps_partial=keeps_partial), run_seed=collector.config.run_seed)
 
 
 def taken_up(collector, kept):
@@ -238,7 +242,7 @@ def test_a_group_that_takes_too_long_names_its_deadline():
 def test_a_batch_that_does_not_come_names_its_deadline_and_what_there_is():
     async def run():
         work = Work(Versions(), delay=lambda g: 60.0)
-        with pytest.raises(RltoolError, match=r"deadlines.batch = 0.05 s.*'running': 2"):
+        with pytest.raises(RltoolError, match=r"deadlines.step = 0.05 s.*'running': 2"):
             await batches(make(work, AdmissionPolicy(batch=2), batch_deadline=0.05), 1)
 
     asyncio.run(run())

@@ -82,10 +82,10 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("sets", "asked", "metrics"),
     [
-        (["algorithm.kl_coef=0.1"], ["reference"], []),
+        (["algorithm.kl={kind='loss', coef=0.1}"], ["reference"], []),
         (["algorithm.overlong_buffer=3"], [], ["train/overlong_fraction"]),
         (
-            ["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl={kind='reward', coef=0.1}"],
             ["policy", "reference"], ["train/kl"],
         ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
@@ -98,7 +98,7 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
             ["policy"], ["train/is_weight_mean", "train/vetoed_fraction"],
         ),
         (["algorithm.distill_coef=0.2", "model.teacher_path=teacher"], ["policy", "teacher"], []),
-        (["algorithm.advantage=opo", "algorithm.objective=reinforce"], [], []),
+        (["algorithm.advantage=examples.algorithms:opo", "algorithm.objective=reinforce"], ["policy"], []),
         (
             ["algorithm.is_mask=sequence", "algorithm.is_mask.low=0.95", "algorithm.is_mask.high=1.05"],
             ["policy"], ["train/masked_fraction"],
@@ -182,7 +182,9 @@ def test_one_optimizer_step_in_two_epochs_is_not_on_policy():
 
 
 def test_entropies_come_with_the_old_log_probabilities_and_mask_the_policy_loss():
-    trainer, metrics, config = train("algorithm.top_entropy_fraction=0.25", "optimizer_steps_per_rollout=2")
+    trainer, metrics, config = train(
+        "algorithm.entropy={kind='high_entropy', fraction=0.25}", "optimizer_steps_per_rollout=2"
+    )
     assert trainer.asked == ["policy with entropies"]
     mask = example_batch().loss_mask
     expected = (mask > 0) & (torch.quantile(ENTROPIES[mask > 0].double(), 0.75) <= ENTROPIES)
@@ -194,7 +196,7 @@ def test_entropies_come_with_the_old_log_probabilities_and_mask_the_policy_loss(
 
 def test_tokens_are_ranked_over_the_whole_rollout_and_not_over_an_optimizer_step():
     trainer, metrics, config = train(
-        "algorithm.kl_cov_fraction=0.2", "algorithm.kl_cov_coef=0.5", "optimizer_steps_per_rollout=2"
+        "algorithm.entropy={kind='kl_cov', fraction=0.2, coef=0.5}", "optimizer_steps_per_rollout=2"
     )
     whole = plain.covariances(example_batch(), expected_advantages(config))
     highest = sorted(whole, key=lambda t: -whole[t])[: int(0.2 * len(whole))]

@@ -91,7 +91,7 @@ def test_a_death_is_told_in_one_line_with_its_pid_and_what_to_do(guesses):
     said = str(cause({"trainer rank 1": error}, []))
     assert said == (
         "trainer rank 1 (pid 4711) died: Worker unexpectedly exits with a connection error code 2. End of file. It was "
-        "killed (by the kernel for memory? `dmesg` tells), or crashed. Its log tells more (`rltool logs`); go on with "
+        "killed (by the kernel for memory? see `dmesg`), or crashed. See its log (`rltool logs`); go on with "
         "`rltool train --resume`"
     )
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from rltool.algorithms.batch import Wide, fetched
 from rltool.algorithms.contracts import example_batch
-from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
+from rltool.megatron.offload import PARTS
 from rltool.training.ranks.sharding import Sharder, Shards
+from rltool.training.ranks.trainer_actor import TrainerActor
 from tests.declared import Store
 
 
@@ -57,3 +61,27 @@ def test_micro_batches_without_samples_are_not_taken_for_any_samples_fields():
     [found] = fetched([batch.replace(wide=(wide,))], store.get)
     assert torch.equal(found.routed_experts[:, 0], batch.tokens.byte())
     assert store.asked == [["block 0", "block 2", "block 3"]]
+
+
+class Model:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.away: tuple[str, ...] = ()
+
+    def discard_gradients(self) -> None:
+        self.calls.append("discard")
+
+    def offload(self, parts) -> None:
+        self.calls.append("offload")
+
+    def give_back(self, parts) -> None:
+        self.calls.append("give back")
+
+
+@pytest.mark.parametrize(("stays", "calls"), [(False, ["discard", "offload"]), (True, ["give back"])])
+def test_ranks_that_have_room_beside_the_engines_move_nothing(stays, calls):
+    actor = TrainerActor.__ray_metadata__.modified_class(TrainConfig(model={"path": "m"}), 0, None, stays=stays)
+    model = Model()
+    actor._started = SimpleNamespace(trainer=model, critic=None)
+    actor.offload(PARTS)
+    assert model.calls == calls
