@@ -25,10 +25,11 @@ TENSORS, DESCRIPTION = "samples.safetensors", "samples.json"
 
 @dataclass(frozen=True)
 class SourceState:
-    """state: JSON; files: name -> content, written into the checkpoint beside it."""
+    """state: JSON; files: name -> content, written into the checkpoint beside it; for the driver, which does not read
+    them, a reference to that (training/manager/actor.py)."""
 
     state: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)
+    files: Any = field(default_factory=dict)
 
 
 def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:

@@ -25,7 +25,7 @@ class SavingTrainer(Protocol):
     """What is asked of the trainer's ranks: rltool/checkpoints/saving.py on each of them."""
 
     def save_checkpoint(
-        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: Any
     ) -> None: ...
 
     def saved(self, *, wait: bool) -> Any: ...
@@ -34,7 +34,8 @@ class SavingTrainer(Protocol):
 class Checkpointer:
     """Saves of one run, at most one in flight.
 
-    describe(progress): what a resume needs beside the trainer's state, as JSON, and further files of the checkpoint.
+    describe(progress): what a resume needs beside the trainer's state, as JSON, and further files of the checkpoint
+    (SourceState.files).
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Checkpointer:
         config: CheckpointConfig,
         trainer: SavingTrainer,
         directory: Path,
-        describe: Callable[[Progress], tuple[dict[str, Any], dict[str, bytes]]],
+        describe: Callable[[Progress], tuple[dict[str, Any], Any]],
         console: Console,
         *,
         resumed_from: int | None = None,

@@ -197,7 +197,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         writer = MetricsWriter(run.metrics_file, console=console, loggers=loggers, first_step=progress.step)
         stack.callback(writer.close)
 
-        def describe(at: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
+        def describe(at: Progress) -> tuple[dict[str, Any], Any]:
             kept = source.state_dict(at.step)
             facts = {
                 "step": at.step,

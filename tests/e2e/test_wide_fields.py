@@ -6,6 +6,7 @@ import pickle
 import random
 import time
 from array import array
+from dataclasses import replace
 
 import pytest
 import ray
@@ -84,6 +85,12 @@ def bytes_in_store() -> int:
     return get_memory_info_reply(get_state_from_address(address)).store_stats.object_store_bytes_used
 
 
+def in_the_driver(batch) -> bytes:
+    """What it has of the batch. Ray would hold a block for good whose reference pickle has seen."""
+    wide = tuple(replace(one, blocks=tuple(block.hex() for block in one.blocks)) for one in batch.wide)
+    return repr(wide).encode() + pickle.dumps(batch.here())
+
+
 def ready(batch):
     return batch.replace(old_logprobs=batch.rollout_logprobs, advantages=batch.loss_mask)
 
@@ -93,11 +100,11 @@ def trained_past_the_driver(group: TrainerGroup, manager, before: int) -> int:
     whole = samples_to_batch(scored_samples())
     mark = array("i", scored_samples()[7].teacher_topk_ids[:TOPK]).tobytes()
     given = ray.get(manager.next_batch.remote(), timeout=SECONDS)
-    assert mark in pickle.dumps(whole) and mark not in ray.cloudpickle.dumps(given)
+    assert mark in pickle.dumps(whole) and mark not in in_the_driver(given)
     assert given.teacher_topk_ids is None and given.has("teacher_topk_ids")
     held = whole.teacher_topk_ids.nbytes + whole.teacher_topk_logprobs.nbytes
     assert bytes_in_store() - before > held / 2 and len(given.wide[0].blocks) > 1
-    assert len(ray.cloudpickle.dumps(given)) < len(pickle.dumps(whole)) - 0.95 * held
+    assert len(in_the_driver(given)) < len(pickle.dumps(whole)) - 0.95 * held
 
     for part in (list(range(10)), [6, 7, 0, 1], [2, 3, 4, 5, 8, 9]):  # the rollout, and two optimizer steps of it
         expected, found = (group.forward_backward(ready(batch).select(part)) for batch in (whole, given))
@@ -128,7 +135,8 @@ def test_samples_that_were_lost_with_the_rollout_manager_end_the_run_as_a_lost_p
     try:
         given = ray.get(manager.next_batch.remote(), timeout=SECONDS)
         ray.kill(manager)
-        def train_until_it_fails():
+
+        def train_until_it_fails() -> None:  # copies on this host can be read for a moment
             for _ in range(100):
                 group.forward_backward(ready(given))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,10 @@ class RolloutActor:
         return found if with_samples else Evaluated(found.metrics, {})
 
     async def state_dict(self, done: int) -> SourceState:
+        """Files stay in the object store, for the ranks."""
         with failing_in_order():
-            return await self._service.state_dict(done)
+            found = await self._service.state_dict(done)
+            return replace(found, files=ray.put(found.files)) if found.files else found
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         await self._service.load_state_dict(state, directory)

@@ -168,11 +168,11 @@ class TrainerGroup:
     # -- saving
 
     def save_checkpoint(
-        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes] | ray.ObjectRef
     ) -> None:
-        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`.
-        SaveFailed."""
-        contents = ray.put(files)
+        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. files: as
+        in SourceState. SaveFailed."""
+        contents = files if isinstance(files, ray.ObjectRef) else ray.put(files)
         self._compute(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
 
     def saved(self, *, wait: bool) -> Saved | None:
