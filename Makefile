@@ -21,12 +21,12 @@ quickstart: venv
 
 # Two files at a time (the tests wait for starting processes more than they compute; those that share engines are one file to it), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
 test: venv venv-sglang
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 30 $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The same tests on Python 3.12 (PYTHON312 names the interpreter), in environments of their own; SGLang's is the one of `make test`.
 test-312: venv-sglang
 	PYTHON=$(PYTHON312) requirements/setup.sh .venv-312
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations 30 $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The trainer's tests on Megatron-core 0.19, which needs Python 3.12 (PYTHON312 names the interpreter); `make test` has 0.16 and does not run this.
 test-megatron-019:

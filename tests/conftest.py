@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,13 +36,27 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(LongReport(file, config.rootpath))
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file stays together, as with loadfile; files that name one group do, too."""
-    if config.getoption("dist", "no") == "loadgroup":
-        for item in items:
-            if item.get_closest_marker("xdist_group") is None:
-                item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, files whose tests ask the engines of tests/e2e/conftest.py run in one process, one after
+    the other: one engine of each kind, and not one in each process. (loadgroup of xdist 3.8 groups nothing with
+    pytest 9.2.)"""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if shares_engines(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@cache
+def shares_engines(file: Path) -> bool:
+    """Whether a test file names a session's engine."""
+    return re.search(r"\b(vllm|sglang)_engine", file.read_text()) is not None
 
 
 @pytest.fixture(scope="session")

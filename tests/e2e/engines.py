@@ -29,9 +29,6 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint
 
-SHARED_ENGINES = pytest.mark.xdist_group("engines")
-"""Of files whose tests ask the engines of conftest.py: they run in one process, which has one of each."""
-
 READY_SECONDS = 240.0
 """vLLM takes 20 to 33 s on an idle two-core machine; several test suites may share it."""
 STOP_SECONDS = 20.0

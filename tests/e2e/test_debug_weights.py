@@ -12,11 +12,11 @@ import torch
 
 from rltool.engines.client import EngineClient
 from tests.e2e.commands import completed
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.weights import Sender, perturbed_model, tensors_of
 from tests.tiny_models import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NORM = "model.layers.1.input_layernorm.weight"
 PACKED = "model.layers.0.mlp.down_proj.weight"

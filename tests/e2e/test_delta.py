@@ -13,9 +13,9 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.delta.follow import Report, follow
 from rltool.engines.delta.store import open_store
 from tests.e2e.delta_trainer import RUN, SECONDS, trainer
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine, serving_sglang
+from tests.e2e.engines import RunningEngine, serving_sglang
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES]
+pytestmark = pytest.mark.e2e
 
 STEPS = 6
 

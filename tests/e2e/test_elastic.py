@@ -14,11 +14,11 @@ from rltool.engines.endpoints import Endpoints, ModelEndpoints, resolve
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import process_tree
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, Job, write_job
 from tests.e2e.test_rollout_modes import trained_groups, wait_for
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 RUN = "elastic"
 UNHURRIED = 'reward.function="tests.e2e.rewards:after_a_moment"'

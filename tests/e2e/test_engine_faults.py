@@ -14,11 +14,11 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import process_tree
 from tests.e2e.commands import Command
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine, start_vllm, wait_ready
+from tests.e2e.engines import RunningEngine, start_vllm, wait_ready
 from tests.e2e.job import DEADLINE, Job, write_job
 from tests.e2e.test_rollout_modes import running_requests, trained_groups, wait_for
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RUN = "faults"
 LONG_RESPONSES = [

@@ -16,11 +16,11 @@ from rltool.engines.types import Completion
 from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.router.launch import start_router
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.job import Job, write_job
 from tests.e2e.weights import mean_difference, new_request
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 EQUAL = 1e-4
 """Mean absolute difference of fp32 log-probabilities; measured 1e-6 (vLLM) and 1e-5 (SGLang)."""

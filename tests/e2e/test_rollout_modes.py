@@ -12,10 +12,10 @@ import psutil
 import pytest
 
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 CORRECTED = ["optimizer_steps_per_rollout=1", 'algorithm.is_weights="token"', "eval.sets={}"]
 """What an off-policy run is configured with: the trainer's recomputed policy, and truncated importance weights."""

@@ -35,11 +35,11 @@ from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify.values import ValueCheck
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES]
+pytestmark = pytest.mark.e2e
 
 SPEAKS = dialect("sglang")
 CONTROL = transport("sglang", "gloo").control

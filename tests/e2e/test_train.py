@@ -19,11 +19,11 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.supervise import ProcessGroup
 from rltool.rollout.measure.dump import read_dump
 from rltool.router.launch import start_router
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, STOP_SECONDS, Job, write_job
 from tests.metric_names import undocumented
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import pytest
 
 from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from tests.e2e.commands import Command
-from tests.e2e.engines import SHARED_ENGINES, RunningEngine
+from tests.e2e.engines import RunningEngine
 from tests.e2e.job import DEADLINE, Job, write_job
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

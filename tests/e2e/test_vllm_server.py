@@ -17,10 +17,9 @@ from rltool.errors import EngineError
 from rltool.rollout.stop_strings import cut_at_stop
 from rltool.rollout.tokenizer import load_tokenizer
 from tests.contract.vllm_contract import CONTRACT
-from tests.e2e.engines import SHARED_ENGINES
 from tests.e2e.weights import Sender, hf_logprobs, mean_difference, new_request, perturbed_model, tensors_of
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("clause", CONTRACT, ids=lambda clause: clause.__name__)

@@ -27,7 +27,6 @@ from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.vllm import bucket_request
 from rltool.weights.verify.values import ValueCheck
-from tests.e2e.engines import SHARED_ENGINES
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import (
     DISK,
@@ -44,7 +43,7 @@ from tests.e2e.weights import (
 )
 from tests.ranks import flat_bytes
 
-pytestmark = [pytest.mark.e2e, SHARED_ENGINES]
+pytestmark = pytest.mark.e2e
 
 EQUAL = 1e-4
 """Mean absolute difference of fp32 log-probabilities, vLLM's kernels against torch's."""
