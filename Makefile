@@ -19,7 +19,7 @@ TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py d
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
 
-# Two files at a time (the tests wait for starting processes more than they compute), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
+# Two files at a time (the tests wait for starting processes more than they compute; those that share engines are one file to it), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
 test: venv venv-sglang
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 
@@ -42,24 +42,25 @@ lint: venv
 	.venv/bin/ruff check rltool tests benchmarks docs recipes examples
 	.venv/bin/basedpyright --level error
 
-# The site of docs/ in build/site; a page that is in no menu, or a link or anchor that leads nowhere, is an error.
+# The site of docs/ in build/site; a link or anchor that leads nowhere is an error; tests/unit/project checks menu and pictures.
 docs:
-	test -x .venv-docs/bin/mkdocs || $(PYTHON) -m venv .venv-docs
+	test -x .venv-docs/bin/zensical || $(PYTHON) -m venv .venv-docs
 	.venv-docs/bin/python -m pip install --quiet -r requirements/docs.txt
-	.venv-docs/bin/mkdocs build --strict
+	$(PYTHON) docs/lay_out_site.py
+	.venv-docs/bin/zensical build --clean --strict --config-file mkdocs.yml
 
 # The wheel in dist/, and its tests: installed in an environment of its own, every verb started there.
 wheel: venv
 	.venv/bin/python -m pip wheel --quiet --no-deps --wheel-dir dist .
 	.venv/bin/python -m pytest -m long tests/e2e/test_wheel.py $(ARGS)
 
-# What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, two trainers, bf16 layouts over four ranks.
-# NIXL is what prefill and decode engines hand KV caches over with; its CUDA build works without a GPU.
+# What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, bf16 layouts over four ranks.
+# It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py).
+# NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
 test-long: venv venv-sglang
-	.venv/bin/python -m pip install --quiet --no-deps $(NIXL)
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long $(ARGS)
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long --long-report build/test-long.json $(ARGS)
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:

@@ -251,21 +251,21 @@ def main() -> None:
     arguments = parser.parse_args()
     bench = Bench(arguments.work)
 
-    def say(**found: object) -> None:
+    def log(**found: object) -> None:
         print(json.dumps(found), flush=True)
 
     try:
         for port in bench.ports:
             bench.serve(port)
         with training(bench, "engine-faults") as run:
-            say(probing=probing(bench, run, arguments.probing_seconds))
+            log(probing=probing(bench, run, arguments.probing_seconds))
             for number, (kind, found) in enumerate(engine_faults(bench, run)):
-                say(**{kind: found})
+                log(**{kind: found})
                 if number == 0 and arguments.picture is not None:
                     arguments.picture.write_text(picture(run.steps()))
         bench.start_router()
         with training(bench, "router-fault") as run:
-            say(**{"router killed and started again": router_fault(bench, run)})
+            log(**{"router killed and started again": router_fault(bench, run)})
     finally:
         bench.signal_role(signal.SIGCONT, lambda role: True)
         bench.rltool("stop")

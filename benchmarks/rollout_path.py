@@ -80,7 +80,7 @@ def requests_of(args: argparse.Namespace) -> list[GenerateRequest]:
 
 
 def bare(session: aiohttp.ClientSession, engine: EngineEndpoint) -> Send:
-    speaks = dialect(engine.dialect or "vllm")
+    engine_dialect = dialect(engine.dialect or "vllm")
     headers = {"Authorization": f"Bearer {key}"} if (key := engine.read_key()) else {}
 
     async def post(path: str, body: object) -> int:
@@ -91,7 +91,7 @@ def bare(session: aiohttp.ClientSession, engine: EngineEndpoint) -> Send:
         return sum(len(sample["token_ids"]) for sample in samples)
 
     async def send(requests: list[GenerateRequest]) -> int:
-        sent = [http for request in requests for http in speaks.generate(request)]
+        sent = [http for request in requests for http in engine_dialect.generate(request)]
         return sum(await asyncio.gather(*(post(http.path, http.body) for http in sent)))
 
     return send

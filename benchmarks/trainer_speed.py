@@ -29,7 +29,7 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.megatron import attention
 from rltool.megatron.experts import GroupedExperts
 from rltool.megatron.runtime import Rendezvous

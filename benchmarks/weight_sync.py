@@ -46,7 +46,7 @@ from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import HttpRequest
 from rltool.processes import garbage
-from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.transport import Backend, OneRequestControl, PausingControl, Receiver, Rendezvous, transport
 
@@ -97,7 +97,7 @@ class Link:
         world_size: int, staged: bool,
     ) -> None:  # fmt: skip
         self.client, self.server, self.senders = client, server, senders
-        self.speaks = controls(KINDS[kind].dialect)
+        self.engine_dialect = controls(KINDS[kind].dialect)
         offered = transport(KINDS[kind].dialect, backend)
         self.control = offered.staged if staged and offered.staged is not None else offered.control
         self.after_send = self.control.after_send
@@ -197,11 +197,11 @@ class Link:
                 await timed("finish", self.run([self.control.finish_and_resume(version)]))
                 return time.perf_counter() - started
             pausing = self.control if isinstance(self.control, PausingControl) else None
-            await timed("pause", self.run(pausing.pause() if pausing else self.speaks.pause("keep")))
+            await timed("pause", self.run(pausing.pause() if pausing else self.engine_dialect.pause("keep")))
             await timed("begin", self.run(self.control.begin()))
             await timed("transfer", load)
             await timed("finish", self.run(self.control.finish(version)))
-            await timed("resume", self.run((pausing or self.speaks).resume()))
+            await timed("resume", self.run((pausing or self.engine_dialect).resume()))
             return time.perf_counter() - started
 
         with garbage.paused():  # as WeightSync does

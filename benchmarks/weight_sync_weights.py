@@ -60,7 +60,7 @@ class MegatronModel(Weights):
 
     def __init__(self, directory: Path, device: torch.device, dtype: torch.dtype) -> None:
         from rltool.config.parallel import ParallelLayout
-        from rltool.config.train import TrainerConfig
+        from rltool.config.sections import TrainerConfig
         from rltool.megatron.export_plan import full_plan
         from rltool.megatron.gathering import gather_bytes
         from rltool.megatron.model import build_model, global_names

@@ -6,6 +6,11 @@ A model of one of trainer_speed's shapes answers every prompt with exactly --res
 one end-of-sequence token among 152,000. Each --staleness is a run of --steps steps on the same engines; the first
 --exclude are left out. Prints a table of medians and one line of JSON. generate is the engines' time for the batch,
 wait what the trainer waited for it; longer half is the longer of generate, and training with the weight sync.
+
+    python -m benchmarks.whole_step --shape 0.5B --colocate --engines-per-gpu 2 --steps 5 --exclude 2
+
+--colocate puts engines and trainer on --trainer-gpus, in turns, and adds what the turns cost; starting is the command
+less its steps.
 """
 
 from __future__ import annotations
@@ -28,6 +33,8 @@ from rltool.quickstart.tiny_model import make_tokenizer
 ENDING_SECONDS = 120.0
 """For a run that is ended to write its checkpoint."""
 PHASES = ("step", "wait", "generate", "reward", "logprobs", "train", "sync")
+TURNS = ("sleep", "onload", "offload", "wake")
+"""Further phases of colocated engines; the last is a part of sync."""
 
 
 def make_model(directory: Path, shape: str, longest: int) -> Path:
@@ -105,6 +112,21 @@ logprob_difference_limit = 1.0
 """
 
 
+def colocated(args: argparse.Namespace) -> str:
+    """The engines of a run that starts them on its own GPUs."""
+    flags = json.dumps(["--max-num-seqs", "1024", *args.engine_args.split()])
+    engines = len(args.trainer_gpus.split(",")) * args.engines_per_gpu
+    return f"""
+[engines]
+mode = "colocate"
+[[engines.groups]]
+count = {engines}
+engines_per_gpu = {args.engines_per_gpu}
+max_model_len = {64 + args.response_tokens + 16}
+flags = {flags}
+"""
+
+
 class Bench:
     """`rltool` verbs as child processes, their runs under --work."""
 
@@ -147,15 +169,24 @@ class Bench:
     def train(self, model: Path, data: Path, staleness: int) -> dict[str, Any]:
         run = f"staleness-{staleness}"
         config = self.work / f"{run}.toml"
-        config.write_text(configuration(self.args, model, data, staleness))
+        turns = self.args.colocate
+        config.write_text(configuration(self.args, model, data, staleness) + (colocated(self.args) if turns else ""))
         self.peaks.clear()
-        words = ["train", "--config", str(config), "--run", run]
+        words = ["train", "--config", str(config), "--run", run, "--gpus", self.args.trainer_gpus]
         endpoints = self.args.endpoints or self.work / "engines/endpoints.json"
-        words += ["--rollout-external", f"@{endpoints}", "--gpus", self.args.trainer_gpus]
+        words += [] if turns else ["--rollout-external", f"@{endpoints}"]
+        started = time.monotonic()
         self.rltool(*words, *(word for pair in self.args.set for word in ("--set", pair)))
+        whole = time.monotonic() - started
         lines = (self.work / run / "metrics.jsonl").read_text().splitlines()
-        records = [record for record in map(json.loads, lines) if "train/loss" in record][self.args.exclude :]
-        seconds = {phase: statistics.median(record[f"time/{phase}_seconds"] for record in records) for phase in PHASES}
+        steps = [record for record in map(json.loads, lines) if "train/loss" in record]
+        # The last step of engines that end with the run has no sync.
+        records = steps[self.args.exclude : -1 if turns else None]
+        phases = (*PHASES, *TURNS) if turns else PHASES
+        seconds = {phase: statistics.median(record[f"time/{phase}_seconds"] for record in records) for phase in phases}
+        if turns:
+            seconds["first step"] = steps[0]["time/step_seconds"]
+            seconds["starting"] = whole - sum(record["time/step_seconds"] for record in steps)
         seconds["longer half"] = max(seconds["generate"], seconds["train"] + seconds["sync"])
         tokens = self.args.prompts * self.args.samples * self.args.response_tokens
         return seconds | {
@@ -173,6 +204,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="0.5B")
     parser.add_argument("--engine-gpus", default="0")
     parser.add_argument("--engines-per-gpu", type=int, default=1)
+    parser.add_argument("--colocate", action="store_true", help="engines on the trainer's GPUs; --staleness 0")
     parser.add_argument("--endpoints", type=Path, help="endpoints.json of engines that serve the model already")
     parser.add_argument("--trainer-gpus", default="1")
     parser.add_argument("--work", type=Path, default=Path("runs/whole-step"))
@@ -189,16 +221,19 @@ def main() -> None:
     parser.add_argument("--serve", default="", metavar="WORDS", help="further words of serve-engines, as one")
     parser.add_argument("--engine-args", default="", metavar="WORDS", help="further arguments of the engine, as one")
     args = parser.parse_args()
+    if args.colocate:
+        args.staleness, args.engine_gpus = [0], args.trainer_gpus
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     bench = Bench(args)
     model = make_model(bench.work / f"model-{args.shape}", args.shape, 64 + args.response_tokens + 16)
     data = make_prompts(bench.work / "prompts.jsonl")
-    if args.endpoints is None:
+    serves = args.endpoints is None and not args.colocate
+    if serves:
         bench.serve(model)
     try:
         found = {f"max_staleness {value}": bench.train(model, data, value) for value in args.staleness}
     finally:
-        if args.endpoints is None:
+        if serves:
             bench.rltool("stop", "--run", "engines")
     for mode, values in found.items():
         print(mode, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))

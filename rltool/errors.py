@@ -1,4 +1,4 @@
-"""The errors that a user reads. Each says what was expected, what was found and what to do next.
+"""The errors that a user reads. Each states what was expected, what was found and what to do next.
 
 `exit_code` is what the command line ends with: 1 failure, 2 wrong usage or configuration (nothing was started).
 A room defines further subclasses next to the code that raises them; these are the ones that cross rooms.
@@ -13,7 +13,7 @@ class RltoolError(Exception):
     exit_code = 1
 
     of_a_peer = False
-    """True: it only says that another process of the run failed, whose own error is the one to read."""
+    """True: it only reports that another process of the run failed, whose own error is the one to read."""
 
     def with_context(self, *, before: str = "", after: str = "") -> Self:
         """This error again, same class and attributes, with text around its message. To be raised `from` the original.
@@ -41,7 +41,7 @@ class EngineUnreachable(EngineError):
 
 
 class EngineTimedOut(EngineUnreachable):
-    """The deadline passed. The client knows the seconds, whoever asked it knows the setting."""
+    """The deadline passed. The client knows the seconds, its caller the setting."""
 
     def named(self, setting: str) -> Self:
         """This error with the name of the setting that the deadline comes from. To be raised `from` the original."""

@@ -1,9 +1,9 @@
-"""Secrets of a configuration, kept out of whatever is written or shown of it.
+"""Secrets of a configuration, kept out of what is written or shown of it.
 
 A key belongs into a file that the configuration names (`api_key_file`). But `env` of an MCP server and the options of
 users' own functions hold what the user puts there, and a configuration is copied into config.json, checkpoints, logs,
 reports and trackers of experiments, which others read. What counts as a secret goes by names, so that settings stay
-readable: whoever calls his token `x` is not helped.
+readable: a token named `x` is not recognised.
 """
 
 from __future__ import annotations

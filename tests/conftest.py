@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import re
 import signal
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.long_report import LongReport
 from tests.tiny_models import write_tiny_qwen2
 
+pytest_plugins = ["pytester"]
 
-def pytest_configure() -> None:
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long-report", type=Path, help="tests/long_report.py: the JSON file that it leaves")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """A shell starts its background jobs with SIGINT ignored, and so do nohup and some CI runners with others. Children
     inherit that, and tests that interrupt them would wait for ever."""
     for number, usual in (
@@ -21,6 +31,32 @@ def pytest_configure() -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+    file = config.getoption("--long-report")
+    if file is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(LongReport(file, config.rootpath))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, files whose tests ask the engines of tests/e2e/conftest.py run in one process, one after
+    the other: one engine of each kind, and not one in each process. (loadgroup of xdist 3.8 groups nothing with
+    pytest 9.2.)"""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "engines" if shares_engines(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
+@cache
+def shares_engines(file: Path) -> bool:
+    """Whether a test file names a session's engine."""
+    return re.search(r"\b(vllm|sglang)_engine", file.read_text()) is not None
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rltool.algorithms import fields
 from rltool.engines.types import Completion, VersionSpan
@@ -13,9 +15,9 @@ from rltool.rollout.sample import Sample, SampleStatus
 OWN = "tests.declared:objective"
 
 
-def declare_surprise() -> None:
+def declare_surprise(*, wide: bool = False) -> None:
     held = fields.Held("surprises", "f", comes="appended")
-    fields.declare("surprise", fields.token(held=held), in_loss=True)
+    fields.declare("surprise", fields.token(held=held, wide=wide), in_loss=True)
 
 
 def objective(logprobs, tokens, algorithm):
@@ -53,3 +55,20 @@ def sample(number: int) -> Sample:
             made.append_environment_tokens([4, 5])
     assert made.status is SampleStatus.COMPLETED
     return made
+
+
+class Store:
+    """Of blocks of samples, in the place of Ray's: bytes, and a reference for each. asked: the references of each
+    `get`."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[str, bytes] = {}
+        self.asked: list[list[str]] = []
+
+    def put(self, block: list[Any]) -> str:
+        self.blocks[reference := f"block {len(self.blocks)}"] = pickle.dumps(block)
+        return reference
+
+    def get(self, references: list[str]) -> list[Any]:
+        self.asked.append(references)
+        return [pickle.loads(self.blocks[reference]) for reference in references]

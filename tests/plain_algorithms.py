@@ -12,6 +12,18 @@ import statistics
 import torch
 from torch import Tensor
 
+EXAMPLES = "examples.algorithms:"
+
+
+def example(method) -> str:
+    """Which function of examples/algorithms.py an advantage or an objective is."""
+    return method.function.removeprefix(EXAMPLES) if method.kind == "own" else ""
+
+
+def gmpo(clip_low: float, clip_high: float) -> dict:
+    options = {"clip_low": clip_low, "clip_high": clip_high}
+    return {"objective": {"kind": "own", "function": EXAMPLES + "gmpo", "options": options}}
+
 
 def cut(values: Tensor | None, lengths: Tensor) -> list[Tensor]:
     """[T] -> one tensor per sample."""
@@ -67,10 +79,10 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
     reference = cut(batch.ref_logprobs, batch.lengths)
     teacher = cut(batch.teacher_logprobs, batch.lengths)
     penalty = [[0.0] * int(n) for n in batch.lengths]
-    if a.kl_coef > 0 and a.kl_in == "reward":
+    if a.kl.kind == "reward":
         for i in range(count):
             for t in sampled_tokens(batch, i):
-                penalty[i][t] = -a.kl_coef * float(kl(old[i][t], reference[i][t], a.kl_estimator))
+                penalty[i][t] = -a.kl.coef * float(kl(old[i][t], reference[i][t], a.kl.estimator))
     result = [[0.0] * int(n) for n in batch.lengths]
     values = cut(batch.values, batch.lengths) if a.advantage.kind == "gae" else None
     group = {i: [j for j in range(count) if batch.group_ids[j] == batch.group_ids[i]] for i in range(count)}
@@ -89,10 +101,10 @@ def advantages(batch, a, max_response_tokens: int) -> Tensor:
             elif a.advantage.kind == "gdpo":
                 totals = [gdpo_total(batch, group[j], j) for j in range(count)]
                 value = (totals[i] - statistics.fmean(totals)) / (statistics.stdev(totals) + 1e-6)
-            elif a.advantage.kind == "gpg":
+            elif example(a.advantage) == "gpg":
                 useless = sum(len({whole[k] for k in group[j]}) == 1 for j in range(count))
                 value = (whole[i] - statistics.fmean(whole[j] for j in members)) * count / (count - useless)
-            elif a.advantage.kind == "opo":
+            elif example(a.advantage) == "opo":
                 length = {j: len(sampled_tokens(batch, j)) for j in members}
                 baseline = sum(length[j] * whole[j] for j in members) / sum(length.values())
                 value = whole[i] - baseline if len(members) > 1 else 0.0
@@ -209,7 +221,7 @@ def surrogate(new: Tensor, ratio: Tensor, advantage: float, a) -> Tensor:
     if a.objective.kind == "sapo":
         tau = a.objective.temperature_pos if advantage > 0 else a.objective.temperature_neg
         return -4 / tau / (1 + torch.exp(-tau * (ratio - 1))) * advantage
-    if a.objective.kind == "gmpo":
+    if example(a.objective) == "gmpo":
         return -ratio * advantage
     low, high = 1 - a.objective.clip_low, 1 + a.objective.clip_high
     if a.objective.kind == "cispo":
@@ -225,7 +237,7 @@ def geometric_mean_of_clipped(new: list[Tensor], old: list[Tensor], advantages: 
     product = torch.ones((), dtype=new[0].dtype)
     for p, q, advantage in zip(new, old, advantages, strict=True):
         ratio = torch.exp(p) / torch.exp(q)
-        limit = 1 - a.objective.clip_low if advantage < 0 else 1 + a.objective.clip_high
+        limit = 1 - a.objective.options["clip_low"] if advantage < 0 else 1 + a.objective.options["clip_high"]
         beyond = float(ratio.detach()) < limit if advantage < 0 else float(ratio.detach()) > limit
         product = product * (torch.full_like(product, limit) if beyond else ratio)
     return product ** (1 / len(new))
@@ -287,7 +299,7 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
                 continue
             if getattr(a.objective, "ratio", "token") == "sequence":
                 ratio = torch.exp(sum(new[i][s] - old[i][s] for s in own) / len(own))
-            elif a.objective.kind == "gmpo":
+            elif example(a.objective) == "gmpo":
                 given = [float(advantage_of[i][s]) for s in own]
                 ratio = geometric_mean_of_clipped([new[i][s] for s in own], [old[i][s] for s in own], given, a)
             else:
@@ -295,10 +307,10 @@ def loss(batch, advantage: Tensor, logprobs: Tensor, entropy: Tensor, a, max_res
             value = weights[i][t] * surrogate(new[i][t], ratio, float(advantage_of[i][t]), a)
             if masks is not None:
                 value = value * masks[i][t]
-            if a.kl_coef > 0 and a.kl_in == "loss":
-                estimate = kl(new[i][t], reference[i][t], a.kl_estimator, limit=None if a.kl_unbiased else 10.0)
-                value = value + a.kl_coef * (torch.exp(new[i][t] - old[i][t]) * estimate if a.kl_unbiased else estimate)
-            samples[-1].append(value - a.entropy_coef * bonus[i][t])
+            if a.kl.kind == "loss":
+                estimate = kl(new[i][t], reference[i][t], a.kl.estimator, limit=None if a.kl.unbiased else 10.0)
+                value = value + a.kl.coef * (torch.exp(new[i][t] - old[i][t]) * estimate if a.kl.unbiased else estimate)
+            samples[-1].append(value - a.entropy.coef * bonus[i][t] if a.entropy.kind == "bonus" else value)
     if a.loss_reduction == "constant":
         return sum(sum(sample) for sample in samples) / (len(samples) * (a.loss_length or max_response_tokens))
     if a.loss_reduction == "token":

@@ -19,7 +19,7 @@ from rltool.errors import EngineError
 from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part
 from rltool.models.base import Parameter
-from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.sync_report import Failures
@@ -141,7 +141,7 @@ class RanksOnGpus(SenderRanks):
         self.sent = int(version.rsplit(":", 1)[1])
 
         def send(sender: WeightSender) -> SendReport:
-            has_tensors = sender.rank == 0 or sender.gathers_everywhere(urls)
+            has_tensors = sender.rank == 0 or sender.needs_all_ranks(urls)
             self.gathers.append((sender.rank, has_tensors))
             stream: Stream = ((meta, tensor if has_tensors else None) for meta, tensor in self.stream(self.sent))
             return sender.send(stream, version, urls)

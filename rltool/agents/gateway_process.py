@@ -46,14 +46,14 @@ class GatewayProcess:
     follows; else None. Owned by one event loop."""
 
     def __init__(
-        self, config: GatewayConfig, parts: Parts, log: Path, client: EngineClient, *, say: Callable[[str], None],
+        self, config: GatewayConfig, parts: Parts, log_file: Path, client: EngineClient, *, log: Callable[[str], None],
         view: Callable[[], FleetView] | None = None,
     ) -> None:  # fmt: skip
         with reserved_ports(1, host=config.host, first=config.port) as reserved:
             self._config = config.model_copy(update={"port": reserved.ports[0]})
-        self._parts, self._log, self._client, self._say, self._view = parts, log, client, say, view
+        self._parts, self._log_file, self._client, self._log, self._view = parts, log_file, client, log, view
         self._process: asyncio.subprocess.Process | None = None
-        self._background = Background(lambda failure: say(str(failure)))
+        self._background = Background(lambda failure: log(str(failure)))
         self.counts: Counter[str] = Counter()
         """Events since the start: gateway_restarts."""
 
@@ -76,7 +76,7 @@ class GatewayProcess:
     async def _start_once(self) -> None:
         # -P: it runs in the user's directory, whose modules it must not pick up.
         argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", self._config.model_dump_json())
-        with self._log.open("ab") as output:
+        with self._log_file.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
                 *argv, "--parts", self._parts.model_dump_json(), stdout=output, stderr=output, start_new_session=True,
                 stdin=asyncio.subprocess.DEVNULL if self._view is None else asyncio.subprocess.PIPE,
@@ -85,12 +85,13 @@ class GatewayProcess:
             async with asyncio.timeout(self._config.ready_timeout):
                 while not await self._serves():
                     if self._process.returncode is not None:
-                        raise RltoolError(f"the gateway ended with exit code {self._process.returncode}: {self._log}")
+                        code = self._process.returncode
+                        raise RltoolError(f"the gateway ended with exit code {code}: {self._log_file}")
                     await asyncio.sleep(POLL_SECONDS)
         except TimeoutError:
             await self._end(self._process)
             seconds = self._config.ready_timeout
-            raise RltoolError(f"the gateway did not serve within {seconds:g} s: {self._log}") from None
+            raise RltoolError(f"the gateway did not serve within {seconds:g} s: {self._log_file}") from None
 
     async def _serves(self) -> bool:
         try:
@@ -104,13 +105,13 @@ class GatewayProcess:
         while True:
             assert self._process is not None
             code = await self._process.wait()
-            self._say(f"the gateway ended ({code}) and is started again; its sessions go on")
+            self._log(f"the gateway ended ({code}) and is started again; its sessions go on")
             self.counts["gateway_restarts"] += 1
             try:
                 await self._start_once()
                 pause = RESTART_SECONDS
             except (RltoolError, OSError) as error:  # it does not serve, or cannot even be started now
-                self._say(str(error))
+                self._log(str(error))
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 16 * RESTART_SECONDS)
 

@@ -1,4 +1,4 @@
-"""What an agent's episode comes to: a reward, one for each of its turns, none, or a failure; and what it tells
+"""An agent episode's outcome: a reward, one for each of its turns, none, or a failure; and what it reports
 training."""
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ def result_of(value: Any) -> Result:
     unknown = [key for key in value if key not in PARTS]
     if unknown:
         raise ValueError(f"returned an object with {unknown[0]!r}; it may have {' and '.join(PARTS)}")
-    told = value.get("train_metadata") or {}
-    if not isinstance(told, Mapping) or not all(isinstance(key, str) for key in told):
-        raise ValueError(f"returned train_metadata {told!r:.80}, expected an object")
+    metadata = value.get("train_metadata") or {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise ValueError(f"returned train_metadata {metadata!r:.80}, expected an object")
     try:
-        copied = json.loads(json.dumps(dict(told), allow_nan=False))
+        copied = json.loads(json.dumps(dict(metadata), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"returned train_metadata that cannot be written as JSON: {error}") from error
     return {"reward": reward_of(value.get("reward")), "train_metadata": copied}

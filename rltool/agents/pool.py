@@ -108,9 +108,9 @@ class CommandAgents:
             "RLTOOL_MODEL": task.model,
             EPISODE_VARIABLE: uuid.uuid4().hex,
         }
-        told = {"row": task.row, "model": task.model, "deadline": task.deadline, "seed": task.seed}
+        request = {"row": task.row, "model": task.model, "deadline": task.deadline, "seed": task.seed}
         with _Tail() as output, tempfile.TemporaryFile() as stdin:
-            stdin.write(json.dumps(told).encode())
+            stdin.write(json.dumps(request).encode())
             stdin.seek(0)
             try:
                 # No pipe of asyncio's: its processes have not ended before their pipes are closed, by daemons too.
@@ -211,8 +211,8 @@ def _result_in(text: str) -> Result:
         return None
     if not isinstance(found, dict):
         return None
-    told = {name: found[name] for name in PARTS if found.get(name) is not None}
+    parts = {name: found[name] for name in PARTS if found.get(name) is not None}
     try:
-        return result_of(told if "train_metadata" in told else told.get("reward"))
+        return result_of(parts if "train_metadata" in parts else parts.get("reward"))
     except ValueError as error:
         raise AgentFailed(f"its result: {error}") from error

@@ -25,11 +25,11 @@ def samples_of(record: Mapping[str, Any], sample: Sample, *, result: Result, max
 
     Empty where the model has sampled nothing. Trajectories in which it has sampled nothing are left out.
     """
-    reward, told = parted(result)
+    reward, train_metadata = parted(result)
     sampled = [(i, trajectory) for i, trajectory in enumerate(record["trajectories"]) if any(trajectory["loss_mask"])]
     final = 0.0 if isinstance(reward, list) else reward
     turns = turns_of(record, reward) if isinstance(reward, list) else {}
-    own = replace(sample, train_metadata=told)
+    own = replace(sample, train_metadata=train_metadata)
     samples = [
         _sample(trajectory, own, number, final, turns.get(i, ()), max_tokens)
         for number, (i, trajectory) in enumerate(sampled)
@@ -41,7 +41,7 @@ def samples_of(record: Mapping[str, Any], sample: Sample, *, result: Result, max
 
 def seconds_between_turns(turns: Sequence[Mapping[str, Any]]) -> float | None:
     """For which an agent had asked for nothing, from its first turn to its last: its tools', and its own. None where
-    there is no turn, or one that does not say how long it took."""
+    there is no turn, or one without its duration."""
     spans = sorted((turn["time"] - turn["seconds"], turn["time"]) for turn in turns if turn.get("seconds") is not None)
     if not turns or len(spans) < len(turns):
         return None

@@ -24,13 +24,13 @@ from rltool.errors import EngineError, EngineRejected
 from rltool.processes.tasks import all_of, beside
 
 POLL_SECONDS = 10.0
-"""Of one long poll; less than the silence after which the gateway gives up a trainer or a worker."""
+"""Of one long poll; less than the silence after which the gateway drops a trainer or a worker."""
 ALIVE_SECONDS = 5.0
 """Between two signs of life of an episode."""
 PAUSE_SECONDS = 2.0
 """Before a gateway that did not answer is asked again."""
 LEAVE_SECONDS = 3.0
-"""To say goodbye. Whoever cannot is found silent."""
+"""For the goodbye request; without it, silence has the same effect."""
 CALL_SECONDS = 30.0
 """For one call of a worker, beside what a long poll takes."""
 
@@ -77,10 +77,10 @@ class AgentWorker:
     """Runs episodes of a gateway's queue until it is cancelled. url, key: the gateway's; name: for its errors."""
 
     def __init__(
-        self, client: EngineClient, url: str, key: str, agents: Agents, *, name: str, say: Callable[[str], None]
+        self, client: EngineClient, url: str, key: str, agents: Agents, *, name: str, log: Callable[[str], None]
     ) -> None:
         self._client, self._url, self._key, self._agents = client, url.rstrip("/"), key, agents
-        self._name, self._say = name, say
+        self._name, self._log = name, log
         self._away = False
 
     async def work(self, at_once: int) -> None:
@@ -96,7 +96,7 @@ class AgentWorker:
                 raise
             except EngineError as error:
                 if not self._away:
-                    self._say(f"waiting for the gateway: {error}")
+                    self._log(f"waiting for the gateway: {error}")
                 self._away = True
                 await asyncio.sleep(PAUSE_SECONDS)
                 continue
@@ -117,7 +117,7 @@ class AgentWorker:
             try:
                 while not (await asyncio.wait([running], timeout=ALIVE_SECONDS))[0]:
                     if not await self._tell(f"{episode}/alive", {}):
-                        self._say(f"episode {episode} is not wanted any more")
+                        self._log(f"episode {episode} is not wanted any more")
                         return
                 try:
                     outcome: dict[str, Any] = {"reward": running.result()}
@@ -131,13 +131,13 @@ class AgentWorker:
                 raise
 
     async def _tell(self, path: str, body: dict[str, Any]) -> bool:
-        """Whether the gateway still knows the episode. One that does not answer is told again later, or finds out."""
+        """Whether the gateway still knows the episode. One that does not answer is asked again later."""
         try:
             await self._post(path, body, retry=True)
         except EngineRejected:
             return False
         except EngineError as error:
-            self._say(str(error))
+            self._log(str(error))
         return True
 
     async def _post(self, path: str, body: dict[str, Any], *, wait: float = 0.0, retry: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""What an agent is told. It needs nothing of rltool: a base URL and a key for the client library that it has."""
+"""What an agent receives. It needs nothing of rltool: a base URL and a key for the client library that it has."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rltool.rollout.sample import Sample
 class AgentTask:
     """base_url: for OpenAI's clients; anthropic_base_url: for Anthropic's; api_key: of this episode's session alone;
     model: the name to ask for. row: prompt, messages, label, response, metadata, multimodal_inputs and index of the row
-    of the data set. deadline: seconds from now in which the agent must end; seed: of this episode, for whatever is
+    of the data set. deadline: seconds from now in which the agent must end; seed: of this episode, for what is
     random in it."""
 
     base_url: str

@@ -44,8 +44,8 @@ class VerifiersEnv:
         for name, retries in (("retries", self._config.retries), ("agent.retries", self._config.agent.retries)):
             if retries.max_retries or retries.rules:
                 raise UsageError(
-                    f"{name} of verifiers would play again in the same session, and train what was given up too: leave "
-                    "it out, and set rollout.agent_retries"
+                    f"{name} of verifiers would play again in the same session, and train the abandoned attempt too: "
+                    "leave it out, and set rollout.agent_retries"
                 )
         self._taskset = environment.taskset
 

@@ -58,7 +58,7 @@ async def _outcome(function: Callable[..., Any], task: AgentTask) -> dict[str, A
         async with deadline:
             result = await function(task)
         return {"reward": result_of(result)}
-    except (Exception, SystemExit) as error:  # whatever an agent raises is its episode's failure
+    except (Exception, SystemExit) as error:  # an agent's exception is its episode's failure
         if isinstance(error, TimeoutError) and deadline.expired():
             return {"failed": f"did not end within deadlines.agent = {task.deadline:g} s"}
         return {"failed": describe(error)}

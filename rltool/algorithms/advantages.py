@@ -59,22 +59,6 @@ def rloo_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return (centred * (count / (count - 1).clamp(min=1))[group]).to(rewards.dtype)
 
 
-def gpg_advantages(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Group policy gradient (Chu et al. 2025, "GPG"): alpha times the centred reward, alpha = N / (N - M).
-
-    M: samples in groups whose rewards are all equal. Their gradient is 0, and alpha undoes what they take from the mean
-    over the batch; with dynamic sampling there are none. Same shapes and errors as `group_advantages`.
-    """
-    group, count, centred = _by_group(rewards, group_ids)
-    # By the range and not by the centred rewards, which rounding keeps from being 0.
-    values, infinite = rewards.double(), torch.full_like(count, torch.inf)
-    highest = (-infinite).scatter_reduce(0, group, values, "amax")
-    lowest = infinite.scatter_reduce(0, group, values, "amin")
-    useful = int(count[highest > lowest].sum())
-    alpha = len(rewards) / useful if useful else 1.0
-    return (alpha * torch.where((highest > lowest)[group], centred, 0.0)).to(rewards.dtype)
-
-
 def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
     """ReMax (Li et al. 2023, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning
     Large Language Models", arXiv 2310.10505): reward minus that of the greedy response to the same prompt, [N].
@@ -84,20 +68,6 @@ def remax_advantages(rewards: Tensor, baselines: Tensor) -> Tensor:
     if rewards.shape != baselines.shape:
         raise ValueError(f"rewards {tuple(rewards.shape)} and baselines {tuple(baselines.shape)} must be equal vectors")
     return rewards - baselines
-
-
-def opo_advantages(rewards: Tensor, group_ids: Tensor, response_lengths: Tensor) -> Tensor:
-    """Reward minus the group's length-weighted mean, sum(l_j r_j) / sum(l_j) (Hao et al. 2025, "On-Policy RL with
-    Optimal Reward Baseline"): the baseline of least variance where a sample's squared gradient grows with its length.
-
-    response_lengths: [N], sampled tokens of each sample. Same shapes and errors as `group_advantages`; 0 for a group of
-    one. Advantages of a group do not sum to 0.
-    """
-    group, count, _ = _by_group(rewards, group_ids)
-    values, lengths = rewards.double(), response_lengths.double()
-    total = torch.zeros_like(count).index_add(0, group, lengths)
-    baseline = torch.zeros_like(count).index_add(0, group, lengths * values) / total.clamp(min=1)
-    return torch.where(count[group] > 1, values - baseline[group], 0.0).to(rewards.dtype)
 
 
 def gdpo_advantages(parts: Tensor, weights: Tensor, group_ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rltool.config.algorithm import AlgorithmConfig
 
@@ -17,8 +18,8 @@ ENTROPY_STEP = 0.005
 class Coefficients:
     """What the next training step uses, and what a checkpoint keeps of the controllers.
 
-    kl: algorithm.kl_coef as it is now; entropy: c of `adapted_entropy_coef`; entropy_bonus: algorithm.entropy_coef as
-    it is now, c or 0
+    kl: algorithm.kl.coef as it is now; entropy: c of `adapted_entropy_coef`; entropy_bonus: algorithm.entropy.coef as
+    it is now, c or 0; each 0 where there is none
     """
 
     kl: float
@@ -27,25 +28,30 @@ class Coefficients:
 
     @classmethod
     def initial(cls, algorithm: AlgorithmConfig) -> Coefficients:
-        return cls(algorithm.kl_coef, algorithm.entropy_coef, algorithm.entropy_coef)
+        kl = 0.0 if algorithm.kl.kind == "none" else algorithm.kl.coef
+        entropy = algorithm.entropy.coef if algorithm.entropy.kind == "bonus" else 0.0
+        return cls(kl, entropy, entropy)
 
     def applied(self, algorithm: AlgorithmConfig) -> AlgorithmConfig:
         """The algorithm with the present weights in place of those that the run began with."""
-        if not algorithm.adapts_coefficients:
-            return algorithm
-        return algorithm.model_copy(update={"kl_coef": self.kl, "entropy_coef": self.entropy_bonus})
+        changes: dict[str, Any] = {}
+        if algorithm.adapts_kl:
+            changes["kl"] = algorithm.kl.model_copy(update={"coef": self.kl})
+        if algorithm.adapts_entropy:
+            changes["entropy"] = algorithm.entropy.model_copy(update={"coef": self.entropy_bonus})
+        return algorithm.model_copy(update=changes) if changes else algorithm
 
     def adapted(self, algorithm: AlgorithmConfig, measured: Mapping[str, float]) -> Coefficients:
         """After a training step with these metrics (train/kl, train/entropy). What was not measured changes nothing."""
         found = self
-        if algorithm.kl_target is not None and "train/kl" in measured:
-            kl = adapted_kl_coef(self.kl, measured["train/kl"], target=algorithm.kl_target, gain=KL_GAIN)
-            found = replace(found, kl=kl)
-        if algorithm.entropy_target is not None and "train/entropy" in measured:
-            entropy, bonus = adapted_entropy_coef(
-                self.entropy, measured["train/entropy"], target=algorithm.entropy_target, step=ENTROPY_STEP
+        kl, entropy = algorithm.kl, algorithm.entropy
+        if kl.kind != "none" and kl.target is not None and "train/kl" in measured:
+            found = replace(found, kl=adapted_kl_coef(self.kl, measured["train/kl"], target=kl.target, gain=KL_GAIN))
+        if entropy.kind == "bonus" and entropy.target is not None and "train/entropy" in measured:
+            coef, bonus = adapted_entropy_coef(
+                self.entropy, measured["train/entropy"], target=entropy.target, step=ENTROPY_STEP
             )
-            found = replace(found, entropy=entropy, entropy_bonus=bonus)
+            found = replace(found, entropy=coef, entropy_bonus=bonus)
         return found
 
 

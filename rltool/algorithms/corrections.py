@@ -19,7 +19,7 @@ def mismatch_factors(
     old_logprobs: Tensor, rollout_logprobs: Tensor, lengths: Tensor, loss_mask: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Factors of the policy loss, [T] float32, for tokens that the engine drew from another distribution than the
-    trainer's old policy; and by metric name what the mean over the loss tokens tells of them, [T] float32 each, 0 where
+    trainer's old policy; and metrics of them by name, means over the loss tokens, [T] float32 each, 0 where
     loss_mask is 0.
 
     In other kernels, or from older weights: with is_weights = {kind = "token", cap = inf} the factors are the pi_prox /
@@ -53,7 +53,7 @@ def mismatch_factors(
 
 
 def metric_names(algorithm: AlgorithmConfig) -> list[str]:
-    """Of what `mismatch_factors` tells."""
+    """Of the metrics of `mismatch_factors`."""
     names = ["is_weight_mean", "is_truncated_fraction"] if algorithm.is_weights.kind != "none" else []
     names += ["masked_fraction"] if algorithm.is_mask.kind != "none" else []
     return names + (["vetoed_fraction"] if algorithm.is_veto is not None else [])

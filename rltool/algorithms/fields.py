@@ -78,6 +78,9 @@ class Field:
     cut: where a rank needs it. "batch": beside the micro-batch, on the CPU, whole on all context-parallel ranks;
         "input": at the tokens that the rank's part of the model reads, packed and cut by context parallelism as they
         are; "target": at the loss tokens whose states the rank holds. "driver": nowhere.
+    wide: the driver does not read it, and has references in the values' place (algorithms.batch.Wide).
+    at: of a ragged field that is cut at tokens: the field that is not 0 at the tokens which its values belong to, one
+        each, in order. Ranks have `fill` at the others.
     """
 
     of: Literal["sample", "token", "ragged"]
@@ -86,6 +89,14 @@ class Field:
     fill: float | None = 0.0
     held: Held | None = None
     cut: Literal["batch", "input", "target", "driver"] = "batch"
+    wide: bool = False
+    at: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.of == "ragged" and self.cut in ("input", "target")) != bool(self.at):
+            raise ValueError("ragged fields, and no others, need `at` to be cut at tokens")
+        if self.wide and (self.cut == "driver" or self.of == "sample"):
+            raise ValueError("wide are fields of tokens, and ragged ones, that ranks read and the driver does not")
 
     def dtype_of(self, found: Any) -> str:
         """The one to expect where `found` was found."""
@@ -164,7 +175,7 @@ def record(*, frozen: bool = False, kw_only: bool = False) -> Callable[[type[T]]
 @record(frozen=True, kw_only=True)
 class LossFields(Record):
     """[T] of the batch's tokens or [N] of its samples; in LossTokens [R] each, at the loss tokens. Float32 and None
-    where it was not made, unless said otherwise."""
+    where it was not made, unless noted."""
 
     old_logprobs: Tensor | None = token()
     """Trainer's log-probability before the first optimizer step."""
@@ -178,21 +189,21 @@ class LossFields(Record):
     teacher_logprobs: Tensor | None = token(held=Held("log-probabilities of the teacher"))
     """The teacher's; of one on engines 0 where the policy did not sample the token."""
     teacher_topk_logprobs: Tensor | None = token(
-        row="teacher's tokens", fill=-math.inf, held=Held("most probable tokens of the teacher", "f")
+        row="teacher's tokens", fill=-math.inf, wide=True, held=Held("most probable tokens of the teacher", "f")
     )
     """[T, K], log-probabilities of teacher_topk_ids; any values where loss_mask is 0. None unless the loss has a KL
     over them."""
     kl_cov_coefs: Tensor | None = token()
     """Weight of |log p - log p_old| in each token's loss (token_selection.py); None: 0."""
     kl_coefs: Tensor | None = sample()
-    """algorithm.kl_coef as it is in this training step (controllers.py); None: as configured."""
+    """algorithm.kl.coef as it is in this training step (controllers.py); None: as configured."""
     entropy_coefs: Tensor | None = sample()
-    """Likewise of algorithm.entropy_coef."""
+    """Likewise of algorithm.entropy.coef."""
 
 
 @record(frozen=True, kw_only=True)
 class BatchFields(LossFields):
-    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless said otherwise."""
+    """T tokens of N samples, back to back. [T] float32 and None where it was not made, unless noted."""
 
     tokens: Tensor = token("int64", required=True)
     """Int64, prompt then response of each sample."""
@@ -231,19 +242,19 @@ class BatchFields(LossFields):
     """Int64, training steps that the weights had which sampled the token, -1 where loss_mask is 0; None where unknown
     (recorded by an earlier release, synthetic) and for supervised data."""
     sampling_mask: Tensor | None = token(
-        "int32", row="those that top-p and top-k left to choose from", fill=-1, cut="target",
+        "int32", row="those that top-p and top-k left to choose from", fill=-1, cut="target", wide=True,
         held=Held("sampling masks", "i", comes="appended", counted=True),
     )  # fmt: skip
     """[T, K] int32, the tokens that top-p and top-k left to choose from in each token's place, -1 beyond their number;
     all -1 where the policy did not sample the token. Log-probabilities of the model are then those of these tokens
     alone. None where sampling was not truncated."""
     teacher_topk_ids: Tensor | None = token(
-        "int32", row="teacher's tokens", fill=-1, cut="target",
+        "int32", row="teacher's tokens", fill=-1, cut="target", wide=True,
         held=Held("most probable tokens of the teacher", "i"),
     )  # fmt: skip
     """[T, K] int32, the teacher's K most probable tokens at each position, most probable first."""
     routed_experts: Tensor | None = token(
-        "uint8", "int16", row="layers * experts a token", fill=None, cut="input",
+        "uint8", "int16", row="layers * experts a token", fill=None, cut="input", wide=True,
         held=Held("experts that the engine's router chose", "B", wider="h", over="sequence", comes="newest"),
     )  # fmt: skip
     """[T, layers * experts a token] uint8 or int16, the experts that the engine's router chose for each token of prompt
@@ -303,8 +314,10 @@ def declare(name: str, entry: Any, *, in_loss: bool = False) -> None:
     field: Field = entry.metadata[KEY]
     if name in fields_of(BatchFields):
         raise ValueError(f"the table has a field {name} already")
-    if field.of == "ragged" and (in_loss or field.cut in ("input", "target")):
-        raise ValueError(f"{name} is ragged by sample: it has no place at single tokens")
+    if field.of == "ragged" and in_loss:
+        raise ValueError(f"{name} is ragged by sample: the loss has single tokens")
+    if field.at and fields_of(BatchFields).get(field.at, field).of != "token":
+        raise ValueError(f"{name} is at the tokens of {field.at}, and no field of tokens has this name")
     _add(LossFields if in_loss else BatchFields, name, "Tensor | None", entry)
     forget_cached()
     for column in field.held.columns(name) if field.held else ():

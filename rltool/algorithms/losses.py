@@ -7,7 +7,6 @@ here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import field
 from typing import NamedTuple
@@ -109,22 +108,6 @@ def cispo_loss(
     ratio = bounded_ratio(log_ratio).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return PolicyLoss(-weight * advantages * logprobs, ratio, (weight != ratio).float())
-
-
-def gmpo_loss(
-    log_ratio: Tensor, advantages: Tensor, sample: Tensor, num_samples: int, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """Geometric-mean policy optimisation: -s_i A, s_i the geometric mean of the sample's clipped token ratios (Zhao et
-    al. 2025, "Geometric-Mean Policy Optimization"), [R].
-
-    A token's ratio is clipped from above for A >= 0 and from below for A < 0, as PPO's minimum does, before the mean is
-    taken; where it is clipped the token has no gradient. The gradient goes to each token by itself, as in
-    `sequence_log_ratio`; with one advantage a sample and the mean over samples it is the paper's.
-    """
-    low = math.log1p(-clip_low) if clip_low < 1 else -math.inf
-    limited = torch.where(advantages < 0, log_ratio.clamp(min=low), log_ratio.clamp(max=math.log1p(clip_high)))
-    ratio = bounded_ratio(sequence_log_ratio(limited, sample, num_samples))
-    return PolicyLoss(-ratio * advantages, ratio.detach(), (limited != log_ratio).float())
 
 
 def sapo_loss(log_ratio: Tensor, advantages: Tensor, *, temperature_pos: float, temperature_neg: float) -> PolicyLoss:

@@ -11,7 +11,6 @@ from rltool.algorithms.losses import (
     PolicyLoss,
     bounded_ratio,
     cispo_loss,
-    gmpo_loss,
     off_policy_sequence_mask,
     ppo_loss,
     reinforce_loss,
@@ -45,8 +44,6 @@ def policy_objective(logprobs: Tensor, tokens: LossTokens, algorithm: AlgorithmC
         temperatures = {"temperature_pos": chosen.temperature_pos, "temperature_neg": chosen.temperature_neg}
         return sapo_loss(log_ratio, tokens.advantages, **temperatures)
     clip = {"clip_low": chosen.clip_low, "clip_high": chosen.clip_high}
-    if chosen.kind == "gmpo":
-        return gmpo_loss(log_ratio, tokens.advantages, tokens.sample, tokens.num_samples, **clip)
     if chosen.ratio == "sequence":
         log_ratio = sequence_log_ratio(log_ratio, tokens.sample, tokens.num_samples)
     if chosen.kind == "cispo":
@@ -59,7 +56,7 @@ def policy_token_losses(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(loss of each token [R], detached per-token values [R] by metric name: see `metric_names`).
 
-    w * surrogate + kl_coef * KL + distill_kl_coef * KL(teacher || policy) - entropy_coef * entropy, with w = is_weights
+    w * surrogate + kl.coef * KL + distill_kl_coef * KL(teacher || policy) - entropy.coef * entropy, with w = is_weights
     and, where configured, the mask of off-policy samples: the correction is of the advantage's expectation; KLs and
     entropy pull on every token, masked or not.
     """
@@ -76,16 +73,16 @@ def policy_token_losses(
         values["off_policy_masked_fraction"] = 1 - kept
     if tokens.kl_cov_coefs is not None:
         loss = loss + tokens.kl_cov_coefs * (logprobs - tokens.old_logprobs).abs()
-    if _kl_in_loss(algorithm):
+    if algorithm.kl.kind == "loss":
         assert tokens.ref_logprobs is not None
         kl = kl_loss(
             logprobs,
             tokens.ref_logprobs,
             tokens.old_logprobs,
-            estimator=algorithm.kl_estimator,
-            unbiased=algorithm.kl_unbiased,
+            estimator=algorithm.kl.estimator,
+            unbiased=algorithm.kl.unbiased,
         )
-        loss = loss + (algorithm.kl_coef if tokens.kl_coefs is None else tokens.kl_coefs) * kl
+        loss = loss + (algorithm.kl.coef if tokens.kl_coefs is None else tokens.kl_coefs) * kl
         values["kl"] = kl.detach()
     if algorithm.distill_kl_coef > 0:
         kl = _distillation_kl(tokens)
@@ -93,8 +90,8 @@ def policy_token_losses(
         values["distill_kl"] = kl.detach()
     if tokens.entropy_coefs is not None:
         loss = loss - tokens.entropy_coefs * tokens.entropy
-    elif algorithm.entropy_coef > 0:
-        loss = loss - algorithm.entropy_coef * tokens.entropy
+    elif algorithm.entropy.kind == "bonus":
+        loss = loss - algorithm.entropy.coef * tokens.entropy
     return loss, values
 
 
@@ -107,7 +104,7 @@ def metric_names(algorithm: AlgorithmConfig) -> list[str]:
         names.append("dual_clip_fraction")
     if algorithm.off_policy_mask_threshold is not None:
         names.append("off_policy_masked_fraction")
-    if _kl_in_loss(algorithm):
+    if algorithm.kl.kind == "loss":
         names.append("kl")
     return [*names, "distill_kl"] if algorithm.distill_kl_coef > 0 else names
 
@@ -117,9 +114,9 @@ def needed_fields(algorithm: AlgorithmConfig) -> set[str]:
     needs = {
         "advantages": True,
         "rollout_logprobs": algorithm.off_policy_mask_threshold is not None,
-        "ref_logprobs": algorithm.uses_reference and algorithm.kl_in == "loss",
+        "ref_logprobs": algorithm.kl.kind == "loss",
         "teacher_topk_logprobs": algorithm.uses_teacher_topk,
-        "kl_cov_coefs": algorithm.kl_cov_fraction > 0,
+        "kl_cov_coefs": algorithm.entropy.kind == "kl_cov",
     }
     return {name for name, needed in needs.items() if needed}
 
@@ -140,7 +137,3 @@ def _off_policy_mask(logprobs: Tensor, tokens: LossTokens, threshold: float) -> 
         tokens.num_samples,
         threshold=threshold,
     )
-
-
-def _kl_in_loss(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.kl_coef > 0 and algorithm.kl_in == "loss"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,11 @@ def numbered(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def numbers(values: Tensor) -> list[Any]:
     """Of a vector, as Python has them."""
     return cast("list[Any]", values.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def as_array(values: Tensor) -> np.ndarray[Any, Any]:
+    """The same memory; values: on the CPU."""
+    return cast("np.ndarray[Any, Any]", values.numpy())  # pyright: ignore[reportUnknownMemberType]
 
 
 def sample_of_token(lengths: Tensor) -> Tensor:

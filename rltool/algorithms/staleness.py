@@ -18,7 +18,7 @@ from rltool.errors import TrainingStopped, UsageError
 def token_ages(batch: TrainBatch, step: int) -> Tensor:
     """[T] int64, in training steps; 0 where a token has no loss. ValueError where the versions are unknown (None)."""
     if batch.token_versions is None:
-        raise ValueError("TrainBatch.token_versions is None: nobody recorded which weights sampled these tokens")
+        raise ValueError("TrainBatch.token_versions is None: the weights that sampled these tokens were not recorded")
     return torch.where(batch.loss_mask > 0, step - batch.token_versions, torch.zeros_like(batch.token_versions))
 
 
@@ -41,7 +41,7 @@ def mask_older_than(batch: TrainBatch, step: int, limit: int) -> tuple[TrainBatc
     """
     if batch.token_versions is None:
         raise UsageError(
-            f"tokens older than {limit} training steps cannot be masked: these samples do not say which weights "
+            f"tokens older than {limit} training steps cannot be masked: these samples do not record which weights "
             "sampled them (synthetic, or recorded from engines that rltool never synced); leave "
             "algorithm.mask_tokens_older_than out"
         )

@@ -44,18 +44,6 @@ def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tens
     return out
 
 
-def clip_cov(
-    covariance: Tensor, loss_mask: Tensor, *, fraction: float, low: float, high: float, generator: torch.Generator
-) -> Tensor:
-    """0 at floor(fraction * loss tokens), at least one, drawn from those with low < covariance < high, else 1; [T]
-    float32 (Clip-Cov, Cui et al. 2025)."""
-    candidates = ((loss_mask > 0) & (covariance > low) & (covariance < high)).nonzero().squeeze(-1)
-    order = torch.randperm(len(candidates), generator=generator)
-    kept = torch.ones_like(loss_mask)
-    kept[candidates[order[: _share(fraction, loss_mask)]]] = 0.0
-    return kept
-
-
 def kl_cov(covariance: Tensor, loss_mask: Tensor, *, fraction: float) -> Tensor:
     """1 at floor(fraction * loss tokens), at least one, of the highest covariance, else 0; [T] float32 (KL-Cov, Cui et
     al. 2025)."""

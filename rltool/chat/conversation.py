@@ -1,6 +1,6 @@
-"""What an agent asks, whatever the API that it was written for: messages and tools. Pure values.
+"""An agent's request, of any API: messages and tools. Pure values.
 
-Each translator (apis/) makes one of these from its request; the chat template gets it as `template_messages` says.
+Each translator (apis/) makes one of these from its request; the chat template gets it by `template_messages`.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class Reply:
 def same_message(recorded: Message, sent: Message) -> bool:
     """Whether an agent's message is the recorded one.
 
-    What the model said comes back as its framework keeps it: reasoning left out, white space around the text cut, the
-    ids of tool calls replaced, arguments written anew. Everything else is compared exactly, for the engine has read it.
+    The model's messages come back as the agent's framework keeps them: reasoning left out, white space around the text
+    cut, the ids of tool calls replaced, arguments written anew. Everything else is compared exactly, for the engine has
+    read it.
     """
     if recorded.role != sent.role:
         return False

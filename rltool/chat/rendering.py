@@ -1,9 +1,9 @@
-"""From a conversation to token ids, by the model's chat template, and from token ids to what the model said.
+"""From a conversation to token ids, by the model's chat template, and from token ids to the model's text.
 
 A turn that goes on never tokenises what was recorded. The chat template is asked for two texts: the recorded
 conversation, and that conversation with what is new. Where the second begins with the first, the difference is what
 follows the recorded tokens. Where it does not (templates that drop earlier reasoning write the past differently once a
-user speaks again), there is no such continuation, and the turn opens a new trajectory.
+user message follows), there is no such continuation, and the turn opens a new trajectory.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Renderer:
         self._closing = self._find_closing() if tokenizer.has_template else None
 
     def prompt(self, conversation: Conversation) -> Suffix:
-        """The whole conversation, ending where the assistant begins to speak."""
+        """The whole conversation, ending where the assistant's reply begins."""
         text = self._render(conversation.messages, conversation.tools, ask=True)
         return Suffix(tuple(self._tokenizer.encode_rendered(text)), _opens_reasoning(text))
 
@@ -55,10 +55,10 @@ class Renderer:
         return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(whole))
 
     def observation(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix:
-        """As `extension`, for whoever keeps the recorded tokens whatever the template would make of the past now: where
+        """As `extension`, keeping the recorded tokens whatever the template would make of the past now: where
         it drops earlier reasoning, what follows is what it writes behind a reply that has none.
 
-        UsageError where the template tells in neither way what follows.
+        UsageError where neither way shows what follows.
         """
         found = self.extension(recorded, conversation, stop_id)
         if found is not None:
@@ -68,7 +68,7 @@ class Renderer:
         if text.count(SENTINEL) != 1:
             raise UsageError(
                 "the chat template of this model writes earlier turns differently once a message follows them: it "
-                "cannot be continued without tokenising again what the model has said"
+                "cannot be continued without tokenising the model's replies again"
             )
         following = text.partition(SENTINEL)[2]
         ids = self._tokenizer.encode_rendered(following)
@@ -107,7 +107,7 @@ class Renderer:
         if text.count(SENTINEL) != 1:
             raise UsageError(
                 f"the chat template of this model writes an assistant's text {text.count(SENTINEL)} times, not once: "
-                "nobody can tell where a reply ends"
+                "the end of a reply is unknown"
             )
         return text.partition(SENTINEL)[2]
 

@@ -134,7 +134,7 @@ def torch_dist_to_hf(
     chosen = _dtype(dtype or manifests.read(source).dtype)
     plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
-    # A run that is still going may delete the checkpoint by its retention, unless somebody reads it.
+    # A run that is still going may delete the checkpoint by its retention, unless it is being read.
     with directories.reading(source), _single_process() as runtime:
         report(f"checking the hashes of {source}")
         open_verified(runtime, family, source)

@@ -129,7 +129,7 @@ def pointed_at(directory: Path) -> Path | None:
 
 @contextmanager
 def reading(directory: Path) -> Iterator[None]:
-    """Keeps a checkpoint from being deleted by `remove_unread`, in whatever process, while the block runs.
+    """Keeps a checkpoint from being deleted by `remove_unread`, in any process, while the block runs.
 
     By a lock on its manifest; on a file system without locks it does nothing. FileNotFoundError where there is none, or
     none any more.
@@ -146,7 +146,7 @@ def reading(directory: Path) -> Iterator[None]:
 
 
 def remove_unread(directory: Path) -> bool:
-    """Deletes a checkpoint unless somebody is `reading` it; then False.
+    """Deletes a checkpoint unless it is being read (`reading`); then False.
     Also one that is damaged, or has lost its manifest."""
     try:
         descriptor = os.open(Path(directory) / manifest.FILE, os.O_RDONLY)
@@ -185,7 +185,7 @@ def remove(directory: Path) -> None:
 
 
 def sweep(directory: Path) -> list[Path]:
-    """Removes what a crash in a save or a deletion left among the checkpoints of a run that nobody else is writing to.
+    """Removes what a crash in a save or a deletion left among the checkpoints of a run without another writer.
     Returns it."""
     if not Path(directory).is_dir():
         return []

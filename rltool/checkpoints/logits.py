@@ -44,7 +44,7 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
     layers = [model.embedding, *model.decoder.layers, model.decoder.final_layernorm]
     _in_turn(cast("list[nn.Module]", layers), fill, _drop)
     if family.tied_embeddings:
-        # Megatron hands over the embedding's parameter, which has no memory by then.
+        # Megatron passes the embedding's parameter, which has no memory by then.
         embedding = family.parameter(EMBEDDING)
         model.output_layer.register_forward_pre_hook(
             lambda module, inputs, options: (inputs, {**options, "weight": read(embedding).float()}), with_kwargs=True

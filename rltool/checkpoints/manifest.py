@@ -91,7 +91,7 @@ def to_text(manifest: Manifest) -> str:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Whether the directory claims to be a checkpoint of ours (has a manifest); says nothing about its files."""
+    """Whether the directory claims to be a checkpoint of ours (has a manifest); its files are not checked."""
     return (Path(directory) / FILE).is_file()
 
 
@@ -138,7 +138,7 @@ def verify(directory: Path, manifest: Manifest, *, part: int = 0, parts: int = 1
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise CheckpointDamaged(
-                f"{path} has {size} bytes, the manifest says {expected['bytes']}; use another checkpoint"
+                f"{path} has {size} bytes, the manifest has {expected['bytes']}; use another checkpoint"
             )
     extra = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     extra -= {*manifest.files, FILE}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Kept:
-    """A complete checkpoint. value: of the metric that tells the best, as measured after its step;
+    """A complete checkpoint. value: of the metric that ranks checkpoints, as measured after its step;
     None or NaN: not measured."""
 
     step: int
@@ -27,8 +27,8 @@ def expendable(
     """Steps of the checkpoints that may be deleted, ascending.
 
     complete: all complete checkpoints, in any order. keep_last: how many of the newest stay; 0: all. keep_best: how
-    many of the best stay beside those; of equal ones the newer. protected: steps that stay whatever else is said: where
-    `latest` points, and what somebody reads. The newest checkpoint always stays.
+    many of the best stay beside those; of equal ones the newer. protected: steps that always stay: where
+    `latest` points, and what is being read. The newest checkpoint always stays.
     """
     if keep_last == 0:
         return []

@@ -62,8 +62,8 @@ class CheckpointSaver:
         manifest, as do `metrics`. files: name -> content of further files, such as samples that were not trained on.
         The directory must be one that all ranks see.
 
-        Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` tells how it
-        ended. An earlier save is waited for first, and raises here if it failed and nobody has asked. SaveFailed:
+        Asynchronous: returns once the state is copied; synchronous: when it is written. Either way `wait` has how it
+        ended. An earlier save is waited for first, and raises here if it failed unnoticed. SaveFailed:
         nothing of that name appears, and the last good one stays.
         """
         if self._writing is not None:
@@ -112,7 +112,7 @@ class CheckpointSaver:
         return writing.result()
 
     def close(self) -> None:
-        """Waits for a save in flight, whatever comes of it, for CLOSE_SECONDS at most."""
+        """Waits for a save in flight to end or fail, for CLOSE_SECONDS at most."""
         if self._writing is not None:
             futures.wait([self._writing], timeout=CLOSE_SECONDS)
 

@@ -1,6 +1,6 @@
 """torch_dist directories parameter by parameter, without a model in memory: for models larger than that.
 
-Megatron says, from a model whose parameters have no memory, under which keys and offsets each parameter lies. Writing
+Megatron gives the keys and offsets of each parameter, from a model whose parameters have no memory. Writing
 then follows torch.distributed.checkpoint's plan, whose tensors are made when they are written; reading is per
 parameter, too.
 """
@@ -195,7 +195,7 @@ def _place(index: MetadataIndex) -> Place:
 
 
 class _FillPieces(LoadPlanner):
-    """Reads whatever overlaps with the pieces, however the checkpoint was cut, into the memory that they view."""
+    """Reads what overlaps with the pieces, however the checkpoint was cut, into the memory that they view."""
 
     def __init__(self, pieces: list[ShardedTensor], metadata: Metadata, directory: Path) -> None:
         self._targets = {(piece.key, tuple(piece.global_offset)): _data(piece).view(_extent(piece)) for piece in pieces}

@@ -46,10 +46,10 @@ async def _work(gateway: str, key: str, agents: Agents, at_once: int) -> None:
     name = f"{platform.node()}:{os.getpid()}"
     try:
         async with EngineClient() as client:
-            await AgentWorker(client, gateway, key, agents, name=name, say=_say).work(at_once)
+            await AgentWorker(client, gateway, key, agents, name=name, log=_log).work(at_once)
     finally:
         await agents.close()
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     console.print(line)

@@ -58,7 +58,7 @@ def rollout_only(
         float | None,
         typer.Option(
             min=0.0,
-            help="Pause the engines for so many seconds between two rollouts, as a trainer would, and send nothing.",
+            help="Pause the engines this many seconds between two rollouts, as a weight sync would, and send nothing.",
         ),
     ] = None,
 ) -> None:
@@ -112,13 +112,13 @@ def rollout_only(
         engines = Engines(
             fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint(), models=models
         )
-        record_rollouts(settings, engines, directory, simulated_sync=simulate_sync, say=console.print)
+        record_rollouts(settings, engines, directory, simulated_sync=simulate_sync, log=console.print)
     console.print(f"rollouts are in {directory}\nnext: rltool debug train-only --config ... --rollouts {directory}")
 
 
 @contextmanager
 def _destination(out: Path | None, run: str | None) -> Iterator[Path]:
-    """Where the rollouts go: a directory of the user's, or that of a run, which nobody else writes meanwhile."""
+    """Where the rollouts go: a directory of the user's, or that of a run, which no other process writes meanwhile."""
     from rltool.processes.run_directory import open_run
     from rltool.processes.run_lock import RunLock
 
@@ -165,7 +165,7 @@ def train_only(
 ) -> None:
     """Train on recorded or synthetic rollouts. No engine takes part; log-probability differences are measured, and stop
     nothing."""
-    from rltool.commands.train import finish, named_run, say, say_run
+    from rltool.commands.train import finish, log, log_run, named_run
     from rltool.config.loader import load_config
     from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
@@ -177,7 +177,7 @@ def train_only(
     if rollouts is not None and fake_data:
         raise UsageError("--rollouts and --fake-data: give one of them")
     if rollouts is None and not fake_data:
-        raise UsageError("say where the rollouts come from: --rollouts DIRECTORY, or --fake-data")
+        raise UsageError("no source of rollouts: give --rollouts DIRECTORY or --fake-data")
     if record is not None:
         if rollouts is not None:
             raise UsageError("--record writes what --fake-data makes; --rollouts is recorded already")
@@ -203,9 +203,9 @@ def train_only(
         # Ray and torch: not before what is quickly found to be wrong.
         from rltool.training.prepare import Replay, nothing_left, prepare
 
-        say_run(directory, why)
+        log_run(directory, why)
         if resume and (done := nothing_left(loaded.config, directory)) is not None:
-            say(done)
+            log(done)
             return
         finish(prepare(loaded, directory, resume=resume, replay=Replay(rollouts, record, chosen, subsample)), lock)
 
@@ -257,13 +257,13 @@ def weights(
     from rltool.errors import UsageError
 
     if [checkpoint, engine, run].count(None) != 2:
-        raise UsageError("say what to compare with, one of: --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME")
+        raise UsageError("nothing to compare with: give one of --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME")
     if run is not None:
         if (key_file, tolerance, timeout) != (None, None, None):
             raise UsageError("with --run the run's own keys, tolerance and deadlines hold: leave the others out")
         rows = _compared_by_run(run, engines or [])
     elif not engines:
-        raise UsageError("say which engines to look at: HOST:PORT or @endpoints.json")
+        raise UsageError("no engines given: HOST:PORT or @endpoints.json")
     else:
         rows = _compared(engines, checkpoint, engine, key_file, tolerance, timeout or ANSWER_SECONDS)
     console, all_equal = Console(), True

@@ -63,7 +63,7 @@ def remove(
 ) -> None:
     """Have a run that is training leave engines: they finish what they have and get nothing new, and live on.
 
-    Returns at once; asked again, or by `list`, the run says how far each is.
+    Returns at once; repeat it, or use `list`, to see the progress.
     """
     engines = resolve(addresses).engines
     directory, driver = choose_driver(run)
@@ -81,8 +81,8 @@ def follow_weights(
 ) -> None:
     """Rebuild the weights that a run with weights.transport = "delta" writes, for an SGLang server on this host.
 
-    Each version appears as a directory in Hugging Face's layout, of which the newest two are kept; the run tells the
-    server to load it. Runs until it is interrupted.
+    Each version appears as a directory in Hugging Face's layout, of which the newest two are kept; the run has the
+    server load it. Runs until it is interrupted.
     """
     from rltool.engines.delta.follow import follow
     from rltool.engines.delta.store import open_store

@@ -63,7 +63,7 @@ def evaluate(
     if checkpoint is not None and rollout_external:
         raise UsageError("--rollout-external and --checkpoint: give one of them, for it is one model that is evaluated")
     if checkpoint is None and not rollout_external:
-        raise UsageError("say what to evaluate: --rollout-external HOST:PORT, or --checkpoint DIRECTORY")
+        raise UsageError("nothing to evaluate: give --rollout-external HOST:PORT or --checkpoint DIRECTORY")
     if serve_flags and checkpoint is None:
         raise UsageError("--serve-flags are of the engines that --checkpoint starts")
     words = _words(serve_flags)
@@ -74,7 +74,7 @@ def evaluate(
         _check_checkpoint(checkpoint)
     console = Console()
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         console.print(line)
 
     def configured(external: list[str] | None) -> TrainConfig:
@@ -89,7 +89,7 @@ def evaluate(
     # All of it before engines are started, which takes half a minute and more.
     settings = configured(rollout_external)
     check_alone(settings)
-    with _engines(checkpoint, words, say) as started:
+    with _engines(checkpoint, words, log) as started:
         if started is not None:
             settings = configured(started)
         fleet = probe_fleet(resolve_endpoints(settings), settings.deadlines.preflight)
@@ -97,14 +97,14 @@ def evaluate(
         check_router(fleet, settings)
         beside = running_models(settings)
         check_all_there(settings, beside)
-        say(describe_fleet(fleet))
+        log(describe_fleet(fleet))
         engines = Engines(
             fleet.endpoints.engines, fleet.infos, router=fleet.endpoints.data_endpoint(),
             models=probe_models(settings, beside),
         )  # fmt: skip
-        found = evaluate_alone(settings, engines, say=say)
+        found = evaluate_alone(settings, engines, log=log)
     console.print(result_table(found.metrics))
-    say("intervals: a bootstrap over prompts; Wilson's where all of them are 0, or all 1")
+    log("intervals: a bootstrap over prompts; Wilson's where all of them are 0, or all 1")
     if out is not None:
         about = {
             "model": str(settings.model.path),
@@ -112,10 +112,10 @@ def evaluate(
             "eval": settings.eval.shown(),
         }
         _write(out, json.dumps(result(found.metrics, about), indent=2) + "\n")
-        say(f"results: {out}")
+        log(f"results: {out}")
     if dump is not None:
         write_evaluated(dump, found, settings, step=0)
-        say(f"samples: {dump}")
+        log(f"samples: {dump}")
 
 
 def _words(serve_flags: str) -> list[str]:
@@ -134,7 +134,7 @@ def _check_checkpoint(checkpoint: Path) -> None:
 
 
 @contextmanager
-def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], None]) -> Iterator[list[str] | None]:
+def _engines(checkpoint: Path | None, words: list[str], log: Callable[[str], None]) -> Iterator[list[str] | None]:
     """Engines that serve the checkpoint while the block runs; yields their addresses, None without a checkpoint.
 
     They have a run of their own, whose GPUs other commands see to be taken. It goes with them: the newest run shall be
@@ -152,7 +152,7 @@ def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], Non
     keep = False
     with termination_interrupts():
         try:
-            say(f"engines are starting on {checkpoint}: logs in {run.logs_dir}")
+            log(f"engines are starting on {checkpoint}: logs in {run.logs_dir}")
             _serve(run, checkpoint, words)
             yield [f"@{run.endpoints_file}"]
         except UsageError:
@@ -170,7 +170,7 @@ def _engines(checkpoint: Path | None, words: list[str], say: Callable[[str], Non
 
 
 def _serve(run: RunDirectory, checkpoint: Path, words: list[str]) -> None:
-    """serve-engines, detached. What it says is for who starts engines to keep them: it goes into a log, which is shown
+    """serve-engines, detached. Its output is for engines that stay: it goes into a log, which is shown
     where it failed. (Not into a pipe: that would be at its end only when the last process that inherited it is.)"""
     command = [sys.executable, "-m", "rltool", "serve-engines", str(checkpoint), "--run", run.name, "--detach", *words]
     log = run.new_log("eval")

@@ -45,7 +45,7 @@ def gateway(
         list[str] | None, typer.Option(help="Another name that agents may ask for the model by; repeatable.")
     ] = None,
     max_model_len: Annotated[
-        int | None, typer.Option(help="Longest sequence in tokens (default: what the engine tells).")
+        int | None, typer.Option(help="Longest sequence in tokens (default: the engine's limit).")
     ] = None,
     tool_parser: Annotated[str | None, typer.Option(help="hermes or none (default: hermes).")] = None,
     template_arguments: Annotated[
@@ -70,7 +70,7 @@ def gateway(
     turn_timeout: Annotated[float | None, typer.Option(help="Seconds for one turn (default: 600).")] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until it must serve (default: 120).")] = None,
 ) -> None:
-    """Start a gateway: agents speak OpenAI's or Anthropic's API to it, and it records each session's exact tokens."""
+    """Start a gateway: agents use OpenAI's or Anthropic's API, and it records each session's exact tokens."""
     given = {
         "host": host, "port": port, "key_file": key_file, "engine_key_file": engine_key_file, "model": model,
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
@@ -86,14 +86,14 @@ def gateway(
     plan = plan_gateway(addresses or [], router, run)
 
     def bring_up(group: ProcessGroup) -> None:
-        url, parts = start_gateway(config, plan, group, report=_say)
+        url, parts = start_gateway(config, plan, group, report=_log)
         if not is_loopback(config.host):
             where = f"listening on {config.host}: reachable from other hosts, guarded by keys, not encrypted"
             console.print(where, style="yellow")
         where = f"through {plan.router_url}" if plan.router_url else f"{len(plan.engines)} engine(s)"
-        _say(f"gateway ready: {url}, model {parts.served_name}, {where}, run {plan.run.name}")
-        _say(f'open a session: curl -X POST {url}/sessions -H "Authorization: Bearer $(cat {parts.key_file})"')
-        _say(f"detached; end it with: rltool stop --run {plan.run.name}" if detach else "Ctrl-C ends it")
+        _log(f"gateway ready: {url}, model {parts.served_name}, {where}, run {plan.run.name}")
+        _log(f'open a session: curl -X POST {url}/sessions -H "Authorization: Bearer $(cat {parts.key_file})"')
+        _log(f"detached; end it with: rltool stop --run {plan.run.name}" if detach else "Ctrl-C ends it")
 
     raise typer.Exit(run_command("gateway-command", plan.run, bring_up, detach=detach, note=console.print))
 
@@ -108,5 +108,5 @@ def _json_object(text: str) -> dict[str, Any]:
     return found
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     console.print(line)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from rltool.config.methods import EXAMPLES, in_examples
 from rltool.errors import UsageError
 from rltool.processes.gpus import Gpu, visible_gpus
 from rltool.templates import IN_BFLOAT16, ON_A_CPU, WITH_MUCH_MEMORY, algorithm_names, write_template
@@ -37,6 +38,8 @@ def init(
 ) -> None:
     """Write a commented run template (TOML) to edit. Never overwrites a file."""
     if algorithm is not None:
+        if algorithm in EXAMPLES:
+            raise UsageError(f"--algorithm {algorithm}: {in_examples(algorithm)}")
         if algorithm not in algorithm_names():
             raise UsageError(f"--algorithm {algorithm}: no such algorithm; known: {', '.join(algorithm_names())}")
         if device == "cpu":

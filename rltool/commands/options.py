@@ -33,18 +33,18 @@ TrainRun = Annotated[
     typer.Option(
         "--run",
         help="Name of the run directory. Without it: that of the given endpoints.json if it was never trained, else a "
-        "fresh one; with --resume the newest that has a checkpoint.",
+        "new one; with --resume the newest that has a checkpoint.",
     ),
 ]
 ReplayRun = Annotated[
     str | None,
     typer.Option(
         "--run",
-        help="Name of the run directory. Without it a fresh one; with --resume the newest that has a checkpoint.",
+        help="Name of the run directory. Without it a new one; with --resume the newest that has a checkpoint.",
     ),
 ]
 FreshRun = Annotated[
-    str | None, typer.Option("--run", help="Name of the run directory; without it a fresh one is made.")
+    str | None, typer.Option("--run", help="Name of the run directory; without it a new one is made.")
 ]
 NamedRun = Annotated[str | None, typer.Option("--run", help="The same for one run, as other verbs have it.")]
 

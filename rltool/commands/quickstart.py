@@ -13,7 +13,7 @@ from rltool.terminal import Console
 
 
 def quickstart(
-    run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run (default: a new one).")] = None,
     seed: Annotated[int, typer.Option(help="One seed for all of it.")] = 0,
     steps: Annotated[int, typer.Option(min=12, help="GRPO rollouts.")] = 100,
     warm_up_steps: Annotated[int, typer.Option(min=1, help="Steps of the supervised warm start.")] = WARM_UP_STEPS,

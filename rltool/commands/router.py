@@ -136,7 +136,7 @@ def add(
         for engine in resolve(addresses).engines
     ]
     users = [] if no_join else users_of_router(directory, router.url)
-    join(users, engines, _say)
+    join(users, engines, _log)
     if users:
         return
     for engine in engines:
@@ -154,13 +154,13 @@ def remove(
     directory = open_run(run, create=False)
     router = running_router(directory)
     engines = resolve(urls).engines
-    leave(users_of_router(directory, router.url), [engine.url for engine in engines], _say)
+    leave(users_of_router(directory, router.url), [engine.url for engine in engines], _log)
     for engine in engines:
         removed = remove_worker(router, engine.url, timeout=timeout)
         console.print(f"removed {engine.url}" if removed else f"{engine.url} was no worker")
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     console.print(line)
 
 

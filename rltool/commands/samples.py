@@ -64,7 +64,7 @@ def samples(
     """Show samples of one step: prompts, answers, rewards, masks, log-probability differences by token."""
     source = find_samples(one_name(run, named))
     console = Console()
-    found = of_step(source, step, trust_remote_code=trust_remote_code, say=console.print)
+    found = of_step(source, step, trust_remote_code=trust_remote_code, log=console.print)
     records = ordered(found.samples, sort)
     if reverse:
         records.reverse()
@@ -107,7 +107,7 @@ def find_samples(name: str | None) -> SampleSource:
     sets = sorted(inner for inner in directory.iterdir() if inner.is_dir() and _is_recorded(inner))
     if len(sets) == 1:
         return SampleSource(str(sets[0]), recorded=sets[0])
-    several = f"; say which of {', '.join(map(str, sets))}" if sets else ""
+    several = f"; give one of {', '.join(map(str, sets))}" if sets else ""
     raise UsageError(f"{directory} is no run's directory, and holds no recorded rollouts{several}")
 
 
@@ -120,10 +120,10 @@ def _is_recorded(directory: Path) -> bool:
 
 
 def of_step(
-    source: SampleSource, step: int | None, *, trust_remote_code: bool, say: Callable[[str], None]
+    source: SampleSource, step: int | None, *, trust_remote_code: bool, log: Callable[[str], None]
 ) -> StepSamples:
     """All samples of the step where they were recorded (rollout.dump), else those that are kept of every step. step:
-    counted from 1; None: the newest. say(line): why tokens are ids. Raises RltoolError."""
+    counted from 1; None: the newest. log(line): why tokens are ids. Raises RltoolError."""
     kept, dumped = source.kept_steps(), source.dumped_steps()
     if not kept and not dumped:
         raise RltoolError(
@@ -132,7 +132,7 @@ def of_step(
         )
     wanted = max([*kept, *dumped]) if step is None else step - 1
     if wanted in dumped:
-        return _dumped(source, wanted, wanted in kept, trust_remote_code, say)
+        return _dumped(source, wanted, wanted in kept, trust_remote_code, log)
     if wanted in kept and source.kept is not None:
         return read_samples(source.kept, wanted)
     there = sorted({*kept, *dumped})
@@ -140,7 +140,7 @@ def of_step(
 
 
 def _dumped(
-    source: SampleSource, step: int, with_trainer: bool, trust_remote_code: bool, say: Callable[[str], None]
+    source: SampleSource, step: int, with_trainer: bool, trust_remote_code: bool, log: Callable[[str], None]
 ) -> StepSamples:
     """The dump has every sample; the trainer's log-probabilities stand beside the few that are kept."""
     from rltool.rollout.measure.dump import read_dump
@@ -152,7 +152,7 @@ def _dumped(
     try:
         tokenizer = _tokenizer(dump.info.get("model"), source.config, trust_remote_code)
     except TokenizerIsCode as error:
-        say(f"tokens are shown as ids: {error}")
+        log(f"tokens are shown as ids: {error}")
         tokenizer = None
     beside = read_samples(source.kept, step).samples if with_trainer and source.kept is not None else ()
     known = {(r.group, r.index): r for r in beside}

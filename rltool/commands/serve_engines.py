@@ -45,7 +45,7 @@ from rltool.terminal import Console
 console = Console()
 
 ORDERLY_SECONDS = 300.0
-"""`rltool stop` waits so long for a run that trains to let go of the engines (its deadlines.drain), and for their
+"""`rltool stop` waits so long for a run that trains to let go of the engines (its deadlines.close), and for their
 end."""
 
 
@@ -115,7 +115,7 @@ def serve_engines(
         int | None,
         typer.Option(help="How often an engine that dies is started again (default: 5)."),
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Name of the run (default: a fresh one).")] = None,
+    run: Annotated[str | None, typer.Option(help="Name of the run (default: a new one).")] = None,
     detach: Annotated[
         bool,
         typer.Option("--detach", help="Return when they serve; they live on, and are watched, until `rltool stop`."),
@@ -167,8 +167,8 @@ def serve_engines(
         start_planned_routers(order, found, group, report=console.print)
         trained = [engine for name, engines in found.items() for engine in engines if order.models[name].update_weights]
         if not no_join and trained:
-            join(users_of_engines(directory), trained, _say)
-            group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in trained], _say)
+            join(users_of_engines(directory), trained, _log)
+            group.before_stop = lambda: leave(users_of_engines(directory), [e.url for e in trained], _log)
         console.print(train_command(directory.endpoints_file))
         console.print(f"detached; end them with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends them")
 
@@ -194,7 +194,7 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
     return order_of_flags(config.model_copy(update={"model": local_model(config.model, setting="MODEL")}))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     with suppress(OSError):  # the terminal is gone: engines join and leave all the same
         console.print(line)
 
@@ -203,7 +203,7 @@ def _say(line: str) -> None:
 def _startup() -> Iterator[Show]:
     """On a terminal a bar for each engine that does not serve yet, else lines."""
     if not console.is_terminal:
-        yield in_lines(_say)
+        yield in_lines(_log)
         return
     columns = (
         SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn(),
@@ -250,7 +250,7 @@ def _print_dry_run(order: Order, run: RunDirectory) -> None:
     plan, warnings = dry_run(order, run)
     check_processes(plan.launches)
     for line in describe_plan(plan):
-        _say(line)
+        _log(line)
     for launch in plan.launches:
         _print_launch(launch)
     for warning in warnings:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rltool.commands.tables import engine_table, progress_line, say_no_run, short_version
+from rltool.commands.tables import engine_table, log_no_run, progress_line, short_version
 from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.terminal import Console, write_line
@@ -27,13 +27,13 @@ def status(
         write_line(json.dumps({"runs": [_as_json(directory, report) for directory, report in found]}, indent=2))
         return
     if not found:
-        say_no_run()
+        log_no_run()
     for directory, report in found:
         _print(directory, report)
 
 
 def _chosen(name: str | None, *, all_runs: bool, as_json: bool) -> list[RunDirectory]:
-    """A program that asks for the newest run gets its object also where there is none; a person is told how one is
+    """A program that asks for the newest run gets its object also where there is none; a person sees how one is
     made."""
     if all_runs:
         return list_runs()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rltool.commands.tables import say_no_run
+from rltool.commands.tables import log_no_run
 from rltool.engines.fleet.joining import leave, users_of_engines
 from rltool.engines.launch.plan import is_router
 from rltool.engines.run_client import DRIVER_ROLE
@@ -31,7 +31,7 @@ def stop(
     console = Console()
     runs = list_runs() if all_runs else [open_run(run, create=False)]
     if not runs:
-        say_no_run()
+        log_no_run()
     for directory in runs:
         console.print(f"run {directory.name}: {directory.path}")
         if not all_runs:

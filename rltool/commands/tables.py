@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _SERVING = "ready"
 
 
-def say_no_run() -> None:
+def log_no_run() -> None:
     """Of --all, where there is none: silence would pass for success."""
     Console().print(f"no run in {runs_root()}")
 
@@ -63,8 +63,8 @@ def progress_line(status: RunStatus) -> str:
 
 
 def short_version(version: str | None) -> str:
-    """RUN:ATTEMPT:N with the first eight characters of the run's id, which has 32: enough to tell runs apart, and short
-    enough for a table. Other versions as they are."""
+    """RUN:ATTEMPT:N with the first eight characters of the run's id, which has 32: enough to distinguish runs, and
+    short enough for a table. Other versions as they are."""
     if not version:
         return "-"
     run, colon, rest = version.partition(":")

@@ -1,4 +1,4 @@
-"""One frame of `rltool top`: what a living run says of itself, as text and tables. Pure."""
+"""One frame of `rltool top`: a living run's status, as text and tables. Pure."""
 
 from __future__ import annotations
 

@@ -88,23 +88,23 @@ def train(
     directory, why = named_run(run, resume=resume, endpoints_files=files_in(loaded.config.engines.external))
     known = run is not None or directory.is_made
     if (known and not attempt) or (restarts and not dry_run):
-        say_run(directory, why)
+        log_run(directory, why)
     if restarts and not dry_run:
         raise typer.Exit(with_restarts(directory, restarts))
-    with RunLock(directory) as lock, _told_apart(attempt):
-        # Torch and Ray take seconds to import: whoever has mistaken a living run for another is told before.
+    with RunLock(directory) as lock, _marking_final_exit(attempt):
+        # Torch and Ray take seconds to import: the name of a living run is refused before.
         from rltool.training.observe.report import print_plan
         from rltool.training.prepare import nothing_left, prepare
 
         if (resume or attempt > 1) and (done := nothing_left(loaded.config, directory)) is not None:
-            say(done)
+            log(done)
             return
         prepared = prepare(loaded, directory, resume=resume, steal=steal, restarted=attempt > 1)
         if dry_run:
             print_plan(prepared, Console())
             return
         if not known and not attempt:  # made from here on: what failed a check has left nothing
-            say_run(directory, why)
+            log_run(directory, why)
         finish(prepared, lock, attempt=attempt)
 
 
@@ -132,7 +132,7 @@ def with_restarts(run: RunDirectory, restarts: int) -> int:
         newest = latest_checkpoint(run.checkpoints_dir)
         return "the beginning: there is no checkpoint" if newest is None else f"checkpoint {newest.name}"
 
-    attempts = Attempts(command, restarts=restarts, say=say, stopped=stopped, on_fault=on_fault)
+    attempts = Attempts(command, restarts=restarts, log=log, stopped=stopped, on_fault=on_fault)
     try:
         return attempts.run()
     finally:
@@ -140,7 +140,7 @@ def with_restarts(run: RunDirectory, restarts: int) -> int:
 
 
 @contextmanager
-def _told_apart(attempt: int) -> Iterator[None]:
+def _marking_final_exit(attempt: int) -> Iterator[None]:
     """For an attempt of --restarts: an end that another attempt would not change has an exit code of its own."""
     try:
         yield
@@ -161,16 +161,17 @@ def named_run(name: str | None, *, resume: bool, endpoints_files: Sequence[Path]
     return run_to_train(name, resume=resume, endpoints_files=endpoints_files, resumable=resumable)
 
 
-def say_run(run: RunDirectory, why: str) -> None:
-    say(f"run {run.name} ({why}): {run.path}")
+def log_run(run: RunDirectory, why: str) -> None:
+    log(f"run {run.name} ({why}): {run.path}")
 
 
-def say(line: str) -> None:
+def log(line: str) -> None:
     Console().print(line)
 
 
 def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:
-    """Execute what was prepared, print how it ended, and leave with its exit code. attempt: see `_told_apart`."""
+    """Execute what was prepared, print the outcome, and leave with its exit code. attempt: as in
+    `_marking_final_exit`."""
     from rltool.training.observe.report import print_outcome
     from rltool.training.session import execute
     from rltool.training.stopping import StopSignal
@@ -180,7 +181,7 @@ def finish(prepared: Prepared, lock: RunLock, *, attempt: int = 0) -> None:
         try:
             outcome = execute(prepared, lock, console, stop)
         except RunFault as error:
-            if attempt and stop.requested:  # it failed as it was about to end: nobody wants it again
+            if attempt and stop.requested:  # it failed as it was about to end: no restart
                 error.exit_code = ENDED_FOR_GOOD
             raise
     print_outcome(prepared, outcome, console)

@@ -1,4 +1,4 @@
-"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py says which
+"""The algorithm of a run, [algorithm] and [critic], as orthogonal choices; rltool/config/algorithm_rules.py has which
 of them belong together."""
 
 from __future__ import annotations
@@ -9,7 +9,20 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from rltool.config.base import Config
-from rltool.config.methods import GRPO, PPO, Advantage, Mask, Objective, Unmasked, Unweighted, Weights
+from rltool.config.methods import (
+    GRPO,
+    KL,
+    PPO,
+    Advantage,
+    Entropy,
+    Mask,
+    NoEntropyControl,
+    NoKL,
+    Objective,
+    Unmasked,
+    Unweighted,
+    Weights,
+)
 
 
 class AlgorithmConfig(Config):
@@ -39,13 +52,13 @@ class AlgorithmConfig(Config):
     all others as one; a term of the loss, differentiated through the policy's probabilities. Needs a teacher as well.
     0: none."""
     distill_top_k: int = Field(default=20, ge=1)
-    """How many of the teacher's tokens distill_kl_coef's term tells apart. vLLM gives no more than its --max-logprobs,
-    256 where rltool starts it, 20 by its own default."""
+    """How many of the teacher's tokens distill_kl_coef's term distinguishes. vLLM gives no more than its
+    --max-logprobs, 256 where rltool starts it, 20 by its own default."""
     reward_clip: tuple[float, float] | None = None
     """Scored rewards are limited to [low, high] before anything is made of them; None: they are taken as they are."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """DAPO's soft length penalty: the reward falls linearly over the last so many of sampling.max_response_tokens; 0:
-    none."""
+    """DAPO's soft length penalty: the reward falls linearly over this many last tokens of sampling.max_response_tokens;
+    0: none."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """What a response of full length loses, in units of reward."""
 
@@ -55,26 +68,8 @@ class AlgorithmConfig(Config):
     off_policy_mask_threshold: float | None = Field(default=None, gt=0)
     """No policy loss on tokens with a negative advantage in samples whose mean log(p_engine / p), now in training, is
     above this, in nats (DeepSeek-V3.2); None: no mask."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus, in nats. With entropy_target the weight that the run begins with."""
-    entropy_target: float | None = Field(default=None, gt=0)
-    """Entropy in nats below which there is a bonus; its weight grows by 0.005 after each step that ends below, and
-    falls by as much after one above. None: entropy_coef throughout."""
-    top_entropy_fraction: float = Field(default=1.0, gt=0, le=1)
-    """Policy loss only on this share of the rollout's tokens, those where the old policy has the highest entropy; 1:
-    on all."""
-    clip_cov_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Clip-Cov: no policy loss on this share of the rollout's tokens, drawn from those whose covariance of
-    log-probability and advantage lies between clip_cov_low and clip_cov_high. 0: none."""
-    clip_cov_low: float = 1.0
-    """See clip_cov_fraction."""
-    clip_cov_high: float = 5.0
-    """See clip_cov_fraction; above clip_cov_low."""
-    kl_cov_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """KL-Cov: kl_cov_coef times |log p - log p_old| in the loss of this share of the rollout's tokens, those of the
-    highest covariance of log-probability and advantage. 0: none."""
-    kl_cov_coef: float = Field(default=1.0, gt=0)
-    """See kl_cov_fraction."""
+    entropy: Entropy = NoEntropyControl()
+    """What holds the entropy up or down, see below; a kind alone may stand in the place of the table."""
     routing_replay: bool = False
     """Mixtures of experts: the trainer's policy takes the experts that the engine's router chose for each token in each
     layer (R3), for its old log-probabilities and in training; their weights are its own. Engines are asked directly,
@@ -86,30 +81,15 @@ class AlgorithmConfig(Config):
     loss_length: int | None = Field(default=None, ge=1)
     """constant: tokens that each sample's sum is divided by; None: sampling.max_response_tokens."""
 
-    kl_coef: float = Field(default=0.0, ge=0)
-    """Weight of the estimate of KL(policy || reference); 0 needs no reference model. With kl_target the weight that the
-    run begins with."""
-    kl_target: float | None = Field(default=None, gt=0)
-    """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
-    (Ziegler et al. 2019); None: kl_coef throughout."""
-    reference_update_steps: int = Field(default=0, ge=0)
-    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
-    loaded first."""
-    kl_in: Literal["loss", "reward"] = "loss"
-    """loss: a term beside the policy loss; reward: subtracted from the reward of each token."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """With r = log p_ref - log p of the sampled token: k1 is -r, k2 is r^2 / 2, k3 is exp(r) - 1 - r, at most 10
-    (rltool/algorithms/kl.py)."""
-    kl_unbiased: bool = False
-    """In the loss: weight each token's estimate by its ratio new / old, which makes value and gradient those of the
-    policy."""
+    kl: KL = NoKL()
+    """KL(policy || reference): none, which needs no reference model, in the loss or in the reward; see below."""
 
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
     """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
     first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
     the weights that sampled each token."""
     mask_tokens_older_than: int | None = Field(default=None, ge=0)
-    """No loss on tokens that were sampled more than so many training steps ago; None: all are trained on."""
+    """No loss on tokens that were sampled more than this many training steps ago; None: all are trained on."""
 
     is_weights: Weights = Unweighted()
     """Weights of tokens by how likely the trainer's old policy was to draw them, see below. A kind alone may stand in
@@ -122,11 +102,6 @@ class AlgorithmConfig(Config):
 
     @model_validator(mode="after")
     def _ranges(self) -> AlgorithmConfig:
-        if self.clip_cov_low >= self.clip_cov_high:
-            raise ValueError(
-                f"clip_cov_low {self.clip_cov_low:g} is not below clip_cov_high {self.clip_cov_high:g}: no token lies "
-                "between"
-            )
         if self.reward_clip is not None and self.reward_clip[0] >= self.reward_clip[1]:
             low, high = self.reward_clip
             raise ValueError(f"reward_clip = [{low:g}, {high:g}] would make all rewards equal; the first is the lower")
@@ -150,7 +125,7 @@ class AlgorithmConfig(Config):
     def logits_temperature(self, sampling_temperature: float) -> float:
         """What the trainer divides its logits by: the temperature that its tokens were sampled at.
 
-        1 for supervised training, whose targets nobody sampled.
+        1 for supervised training, whose targets were not sampled.
         """
         return 1.0 if self.loss == "sft" else sampling_temperature
 
@@ -160,12 +135,17 @@ class AlgorithmConfig(Config):
 
     @property
     def uses_reference(self) -> bool:
-        return self.loss == "policy" and self.kl_coef > 0
+        return self.loss == "policy" and self.kl.kind != "none"
+
+    @property
+    def reference_update_steps(self) -> int:
+        """Training steps after which the reference becomes the policy; 0: never."""
+        return 0 if self.kl.kind == "none" else self.kl.reference_update_steps
 
     @property
     def clips_ratio(self) -> bool:
         """The objective limits the ratio to [1 - clip_low, 1 + clip_high]."""
-        return self.objective.kind in ("ppo", "cispo", "gmpo")
+        return self.objective.kind in ("ppo", "cispo")
 
     @property
     def uses_teacher_logprobs(self) -> bool:
@@ -202,31 +182,31 @@ class AlgorithmConfig(Config):
 
     @property
     def selects_by_entropy(self) -> bool:
-        """The old policy's entropy says which tokens have a policy loss."""
-        return self.top_entropy_fraction < 1
-
-    @property
-    def selects_by_covariance(self) -> bool:
-        """The covariance of log-probability and advantage picks tokens out."""
-        return self.clip_cov_fraction > 0 or self.kl_cov_fraction > 0
+        """The old policy's entropy selects the tokens with a policy loss."""
+        return self.entropy.kind == "high_entropy"
 
     @property
     def weights_policy_loss(self) -> bool:
         """Each token's policy loss has a factor, TrainBatch.is_weights, unless the training forward makes it itself."""
-        return self.corrects_mismatch or self.selects_by_entropy or self.clip_cov_fraction > 0
+        return self.corrects_mismatch or self.selects_by_entropy
 
     @property
-    def adapts_coefficients(self) -> bool:
-        """kl_coef or entropy_coef follow what was measured."""
-        return self.kl_target is not None or self.entropy_target is not None
+    def adapts_kl(self) -> bool:
+        """kl.coef follows what was measured."""
+        return self.kl.kind != "none" and self.kl.target is not None
+
+    @property
+    def adapts_entropy(self) -> bool:
+        """entropy.coef follows what was measured."""
+        return self.entropy.kind == "bonus" and self.entropy.target is not None
 
     @property
     def needs_old_logprobs(self) -> bool:
         """Advantages or weights are made of the old policy's log-probabilities: they must be known before the training
         forward."""
-        kl_in_reward = self.uses_reference and self.kl_in == "reward"
+        kl_in_reward = self.kl.kind == "reward"
         distills = self.advantage.kind == "distill" or self.distill_coef > 0
-        selects = self.selects_by_entropy or self.selects_by_covariance
+        selects = self.entropy.kind in ("high_entropy", "kl_cov")
         corrects = self.corrects_mismatch and not self.corrects_by_token
         return self.loss == "policy" and (
             corrects or kl_in_reward or distills or selects or self.own_advantage
@@ -246,6 +226,6 @@ class CriticConfig(Config):
     clip_grad: float = Field(default=1.0, ge=0)
     """Limit of the gradient norm of the critic; 0 does not clip."""
     warmup_rollouts: int = Field(default=0, ge=0)
-    """In the first so many steps of the run only the critic trains."""
+    """Steps at the start of the run in which only the critic trains."""
     updates_per_optimizer_step: int = Field(default=1, ge=1)
     """Updates of the critic on the samples of each optimizer step of the policy."""

@@ -6,13 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.base import Config
-
-if TYPE_CHECKING:
-    from rltool.config.train import TrainConfig
+from rltool.config.base import Config, is_list
+from rltool.config.sections import Sections
 
 
 @dataclass(frozen=True)
@@ -24,7 +21,6 @@ class Needs:
     words: str
 
 
-_KL = Needs(lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0")
 _REWARDS = Needs(
     lambda a: a.advantage.kind not in ("distill", "gdpo", "none"),
     "an algorithm.advantage that is made from one reward a sample",
@@ -34,7 +30,6 @@ _RECOMPUTED = Needs(
     'algorithm.old_logprobs = "trainer": it compares the old policy with the engines, and with "rollout" the two are '
     "the same",
 )
-_CLIP_COV = Needs(lambda a: a.clip_cov_fraction > 0, "algorithm.clip_cov_fraction above 0")
 
 EFFECTIVE: dict[str, Needs] = {
     "reward_clip": _REWARDS,
@@ -48,21 +43,11 @@ EFFECTIVE: dict[str, Needs] = {
         "an algorithm.advantage that is made from one reward a sample, and of sampled responses alone",
     ),
     "overlong_penalty": Needs(lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
-    "top_entropy_fraction": Needs(
-        lambda a: a.old_logprobs == "trainer",
-        'algorithm.old_logprobs = "trainer": the engines do not say how uncertain the policy was',
+    "entropy": Needs(
+        lambda a: a.old_logprobs == "trainer" or not a.selects_by_entropy,
+        'algorithm.old_logprobs = "trainer": the engines do not report entropies',
     ),
-    "clip_cov_low": _CLIP_COV,
-    "clip_cov_high": _CLIP_COV,
-    "kl_cov_coef": Needs(lambda a: a.kl_cov_fraction > 0, "algorithm.kl_cov_fraction above 0"),
     "loss_length": Needs(lambda a: a.loss_reduction == "constant", 'algorithm.loss_reduction = "constant"'),
-    "reference_update_steps": _KL,
-    "kl_in": _KL,
-    "kl_target": _KL,
-    "kl_estimator": _KL,
-    "kl_unbiased": Needs(
-        lambda a: a.kl_coef > 0 and a.kl_in == "loss", 'algorithm.kl_coef above 0 and algorithm.kl_in = "loss"'
-    ),
     "is_weights": _RECOMPUTED,
     "is_mask": _RECOMPUTED,
     "is_veto": _RECOMPUTED,
@@ -70,12 +55,10 @@ EFFECTIVE: dict[str, Needs] = {
 """Settings of the policy loss that need another one; those not named here always count."""
 
 OF_THE_POLICY_GRADIENT = (
-    "whiten_advantages", "distill_coef", "objective",
-    "off_policy_mask_threshold", "top_entropy_fraction", "clip_cov_fraction", "kl_cov_fraction", "is_weights",
-    "is_mask", "is_veto",
+    "whiten_advantages", "distill_coef", "objective", "off_policy_mask_threshold", "is_weights", "is_mask", "is_veto",
 )  # fmt: skip
-"""Settings that do nothing where all advantages are 0."""
-IN_GROUPS = ("grpo", "gdpo", "rloo", "gpg", "opo", "reinforce_pp_baseline")
+"""Settings that do nothing where all advantages are 0; so does every entropy control but the bonus."""
+IN_GROUPS = ("grpo", "gdpo", "rloo", "reinforce_pp_baseline")
 """Estimators that compare the samples of a prompt with each other."""
 ROUTER_DROPS_EXPERTS = (
     "sglang-router does not pass on which experts were chosen; leave the router out, and the run asks the engines"
@@ -84,7 +67,7 @@ SUPERVISED = ("loss", "loss_reduction", "loss_length")
 """All that counts with algorithm.loss = "sft"."""
 
 
-def check_algorithm(config: TrainConfig) -> None:
+def check_algorithm(config: Sections) -> None:
     """ValueError for the first combination that makes no sense."""
     algorithm = config.algorithm
     for name in changed(algorithm):
@@ -117,19 +100,8 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
     return [name for name, field in AlgorithmConfig.model_fields.items() if getattr(algorithm, name) != field.default]
 
 
-def _check_policy(config: TrainConfig) -> None:
+def _check_policy(config: Sections) -> None:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
-    if (
-        algorithm.kl_coef > 0
-        and algorithm.kl_in == "loss"
-        and algorithm.kl_estimator == "k1"
-        and not algorithm.kl_unbiased
-    ):
-        raise ValueError(
-            'algorithm.kl_estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, '
-            'which does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased = true, or '
-            'algorithm.kl_in = "reward"'
-        )
     _check_distillation(config)
     if algorithm.routing_replay:
         _check_routing_replay(config)
@@ -147,17 +119,16 @@ def _check_policy(config: TrainConfig) -> None:
             f'rollout.samples_per_prompt = 1 with algorithm.advantage = "{algorithm.advantage.kind}" makes every group '
             'advantage 0: nothing would be learned; use 2 or more, or algorithm.advantage = "reinforce_pp"'
         )
-    if algorithm.kl_cov_fraction > 0 and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
+    if algorithm.entropy.kind == "kl_cov" and config.updates_per_rollout == 1 and algorithm.old_logprobs == "trainer":
         raise ValueError(
-            f"algorithm.kl_cov_fraction = {algorithm.kl_cov_fraction:g} would have no effect: with one optimizer step "
-            "a rollout the policy is still the old one, and the penalty is 0; raise optimizer_steps_per_rollout or "
-            "epochs_per_rollout, or use algorithm.clip_cov_fraction"
+            'algorithm.entropy = "kl_cov" would have no effect: with one optimizer step a rollout the policy is still '
+            "the old one, and the penalty is 0; raise optimizer_steps_per_rollout or epochs_per_rollout"
         )
     _check_credit(config)
     _check_mask_of_stale_tokens(config)
 
 
-def _check_distillation(config: TrainConfig) -> None:
+def _check_distillation(config: Sections) -> None:
     """The teacher is there, and what is asked of rewards has some to act on."""
     algorithm = config.algorithm
     asking = [name for name in ("distill_coef", "distill_kl_coef") if getattr(algorithm, name) > 0]
@@ -170,10 +141,10 @@ def _check_distillation(config: TrainConfig) -> None:
             f"algorithm.{asking[0]} = {_toml(getattr(algorithm, asking[0]))} needs model.teacher_path: weights of the "
             "same architecture and shape as the model; or model.teacher: the name of a model that engines serve"
         )
-    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl_coef > 0 and algorithm.kl_in == "reward":
+    if algorithm.advantage.kind in ("distill", "none") and algorithm.kl.kind == "reward":
         raise ValueError(
-            f'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" uses '
-            'no rewards; use algorithm.kl_in = "loss"'
+            f'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "{algorithm.advantage.kind}" '
+            'uses no rewards; use algorithm.kl.kind = "loss"'
         )
     if algorithm.advantage.kind == "none" and not algorithm.own_objective:
         _check_no_policy_gradient(algorithm)
@@ -187,19 +158,19 @@ def _check_no_policy_gradient(algorithm: AlgorithmConfig) -> None:
             "that, or another algorithm.advantage"
         )
     for name in changed(algorithm):
-        if name in OF_THE_POLICY_GRADIENT:
+        if name in OF_THE_POLICY_GRADIENT or (name == "entropy" and algorithm.entropy.kind != "bonus"):
             raise ValueError(
                 f"algorithm.{name} = {_toml(getattr(algorithm, name))} would have no effect: algorithm.advantage = "
                 '"none" has no policy gradient; leave one of the two out'
             )
 
 
-def _check_greedy_baseline(config: TrainConfig) -> None:
+def _check_greedy_baseline(config: Sections) -> None:
     """A greedy response can be sampled, and its reward is of the same kind as the samples'."""
     if config.rollout.agent is not None:
         raise ValueError(
             'algorithm.advantage = "remax" needs a greedy episode of each prompt, and with rollout.agent the gateway '
-            'samples every turn as [sampling] says; use algorithm.advantage = "rloo"'
+            'samples every turn by [sampling]; use algorithm.advantage = "rloo"'
         )
     if config.reward.group != "none":
         raise ValueError(
@@ -208,7 +179,7 @@ def _check_greedy_baseline(config: TrainConfig) -> None:
         )
 
 
-def _check_served_teacher(config: TrainConfig) -> None:
+def _check_served_teacher(config: Sections) -> None:
     """The teacher is a model of the run, and its log-probabilities mean what the trainer's do."""
     name, temperature = config.model.teacher, config.sampling.temperature
     if config.model.teacher_path is not None:
@@ -225,7 +196,7 @@ def _check_served_teacher(config: TrainConfig) -> None:
         )
 
 
-def _check_reward_parts(config: TrainConfig) -> None:
+def _check_reward_parts(config: Sections) -> None:
     """Several rewards, which reach the advantages as they were scored."""
     if not config.reward.parts:
         raise ValueError(
@@ -237,14 +208,14 @@ def _check_reward_parts(config: TrainConfig) -> None:
             f'reward.group = "{config.reward.group}" would have no effect: algorithm.advantage = "gdpo" is made of '
             "[[reward.parts]] as they were scored; leave one of the two out"
         )
-    if config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward":
+    if config.algorithm.kl.kind == "reward":
         raise ValueError(
-            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of [[reward.parts]] '
-            'alone; use algorithm.kl_in = "loss"'
+            'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "gdpo" is made of '
+            '[[reward.parts]] alone; use algorithm.kl.kind = "loss"'
         )
 
 
-def _check_routing_replay(config: TrainConfig) -> None:
+def _check_routing_replay(config: Sections) -> None:
     """The experts that engines choose can reach the samples."""
     setting = "algorithm.routing_replay = true"
     if config.rollout.agent is not None:
@@ -257,7 +228,7 @@ def _check_routing_replay(config: TrainConfig) -> None:
         raise ValueError(f"{setting} and {named} contradict each other: {ROUTER_DROPS_EXPERTS}")
 
 
-def _check_credit(config: TrainConfig) -> None:
+def _check_credit(config: Sections) -> None:
     """Something may give a sample several turns."""
     rollout = config.rollout
     if config.algorithm.credits_turns and not (rollout.environment or rollout.agent or rollout.generate_function):
@@ -267,7 +238,7 @@ def _check_credit(config: TrainConfig) -> None:
         )
 
 
-def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
+def _check_mask_of_stale_tokens(config: Sections) -> None:
     """Partial rollouts alone bring tokens that are older than the batches that admission lets start."""
     limit, bound = config.algorithm.mask_tokens_older_than, config.rollout.max_staleness
     if limit is None or limit < bound or (limit == bound and config.rollout.partial_rollout):
@@ -279,7 +250,7 @@ def _check_mask_of_stale_tokens(config: TrainConfig) -> None:
     )
 
 
-def _check_critic(config: TrainConfig) -> None:
+def _check_critic(config: Sections) -> None:
     """[critic] is there for gae alone, and leaves the policy a step to train in."""
     if not config.algorithm.uses_critic:
         for name, field in CriticConfig.model_fields.items():
@@ -306,10 +277,10 @@ def _check_teacher_used(algorithm: AlgorithmConfig, setting: str) -> None:
 def _toml(value: object) -> str:
     if isinstance(value, str | Path):
         return f'"{value}"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, cast('tuple[Any, ...]', value)))}]"
+    if is_list(value):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, Config):
-        fields = type(value).model_fields.items()
+        fields = sorted(type(value).model_fields.items(), key=lambda field: field[0] != "kind")
         set_ = [(key, getattr(value, key), field.default) for key, field in fields]
         given = [(key, found) for key, found, default in set_ if found != default or key == "kind"]
         if len(given) == 1:  # the kind alone

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema
@@ -22,21 +22,28 @@ LARGEST_INTEGER = 2**63 - 1
 """What files, tensors and the programs that are started with a setting can hold."""
 
 
+def is_table(value: Any) -> TypeGuard[dict[Any, Any]]:
+    return isinstance(value, dict)
+
+
+def is_list(value: Any) -> TypeGuard[Sequence[Any]]:
+    return isinstance(value, list | tuple)
+
+
 def _make_numbers_strict(schema: Any) -> None:
     """Wherever numbers stand below a field: behind a `| None`, in a tuple, in a table."""
-    if isinstance(schema, dict):
-        table = cast("dict[str, Any]", schema)
-        if table.get("type") in ("int", "float"):
-            table["strict"] = True
-        if table.get("type") == "int":
-            if "lt" not in table:
-                table.setdefault("le", LARGEST_INTEGER)
-            if "gt" not in table:
-                table.setdefault("ge", -LARGEST_INTEGER)
-        for part in table.values():
+    if is_table(schema):
+        if schema.get("type") in ("int", "float"):
+            schema["strict"] = True
+        if schema.get("type") == "int":
+            if "lt" not in schema:
+                schema.setdefault("le", LARGEST_INTEGER)
+            if "gt" not in schema:
+                schema.setdefault("ge", -LARGEST_INTEGER)
+        for part in schema.values():
             _make_numbers_strict(part)
-    elif isinstance(schema, list | tuple):
-        for part in cast("Sequence[Any]", schema):
+    elif is_list(schema):
+        for part in schema:
             _make_numbers_strict(part)
 
 
@@ -45,7 +52,7 @@ class Config(BaseModel):
 
     A number is neither text nor a bool, and neither infinite nor NaN: `steps = true` or `lr = inf` would go through
     half of a run before something fails. An integer has at most 64 bits, and is accepted where a float is expected, not
-    the other way round. A field for which inf has a meaning says so with Field(allow_inf_nan=True).
+    the other way round. A field for which inf has a meaning has Field(allow_inf_nan=True).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)

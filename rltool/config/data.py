@@ -51,7 +51,7 @@ class DataConfig(Config):
     response_key: str = "response"
     """Column of the target of supervised training; without it the label is the target."""
     tools_key: str = "tools"
-    """Column of the tools that the chat template is told of: a list in OpenAI's form, or that as JSON text."""
+    """Column of the tools that the chat template gets: a list in OpenAI's form, or that as JSON text."""
     metadata_keys: tuple[str, ...] = ()
     """Further columns that are copied into the sample's metadata, under their own names."""
     multimodal_keys: dict[Modality, str] = {"image": "images", "video": "videos", "audio": "audios"}

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
 
 from rltool.config.engine_weights import EngineWeights
 from rltool.config.rollout import WeightsConfig
+from rltool.config.sections import Sections
 from rltool.config.serve import POLICY
 
-if TYPE_CHECKING:
-    from rltool.config.train import TrainConfig
 
-
-def check_engines(config: TrainConfig) -> None:
+def check_engines(config: Sections) -> None:
     """The relation between engines and trainer. That external engines have an address is for the verbs to ask."""
     if not config.needs_engines:
         return
@@ -29,7 +26,7 @@ def check_engines(config: TrainConfig) -> None:
     if engines.external:
         raise ValueError(
             f'--rollout-external and engines.mode = "{engines.mode}" contradict each other: '
-            "external engines were started by somebody else; leave engines.mode out, or leave the addresses out"
+            "external engines are not started by the run; leave engines.mode out, or leave the addresses out"
         )
     if engines.router is not None:
         raise ValueError(
@@ -41,7 +38,7 @@ def check_engines(config: TrainConfig) -> None:
         check_turns(config)
 
 
-def check_turns(config: TrainConfig) -> None:
+def check_turns(config: Sections) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
     if config.rollout.max_staleness:
         raise ValueError(
@@ -77,13 +74,13 @@ def _check_weights_in_turns(weights: WeightsConfig, rule: EngineWeights | None, 
 
 
 def _setting(name: str, rule: EngineWeights | None) -> str:
-    """Where it was said: in [weights], or in a section of weights.engines."""
+    """Where it was set: in [weights], or in a section of weights.engines."""
     if rule is None or name not in rule.settings:
         return f"weights.{name}"
     return f"weights.engines ({rule.whom}): {name}"
 
 
-def check_groups(config: TrainConfig) -> None:
+def check_groups(config: Sections) -> None:
     """What a run can start of engines.groups."""
     if all(group.role == "placeholder" for group in config.engines.groups):
         raise ValueError(
@@ -95,11 +92,6 @@ def check_groups(config: TrainConfig) -> None:
             raise ValueError(
                 f"group {group.name!r} names gpus, which is for serve-engines: a run takes its GPUs from --gpus "
                 "(trainer.gpus), the ranks' first"
-            )
-        if group.engines_per_gpu > 1:
-            raise ValueError(
-                f"group {group.name!r}: engines_per_gpu is for serve-engines: the engines that a run starts have "
-                "bundles of their own, or share the trainer's GPUs; leave it out"
             )
     policy = [group for group in config.engines.groups if group.model == POLICY and group.role != "placeholder"]
     if not policy:

@@ -1,4 +1,4 @@
-"""How weights reach single engines of a run, where that differs from what [weights] says of all of them."""
+"""How weights reach single engines of a run, where that differs from [weights]."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class EngineWeights(Config):
     """As in [weights]."""
 
     @model_validator(mode="after")
-    def _says_of_whom_and_what(self) -> EngineWeights:
+    def _selects_and_sets(self) -> EngineWeights:
         if self.match is None and self.group is None:
-            raise ValueError('says of no engine what it says: give match = "10.8.*" or group = "NAME"')
+            raise ValueError('selects no engine: give match = "10.8.*" or group = "NAME"')
         if not self.settings:
             raise ValueError(f"{self.whom}: sets nothing: give transport, staged or delta, or leave it out")
         return self
@@ -56,14 +56,14 @@ class EngineWeights(Config):
     @property
     def whom(self) -> str:
         """The engines that it is for, as it is written."""
-        said = {"match": self.match, "group": self.group}
-        return " and ".join(f'{key} = "{value}"' for key, value in said.items() if value is not None)
+        chosen = {"match": self.match, "group": self.group}
+        return " and ".join(f'{key} = "{value}"' for key, value in chosen.items() if value is not None)
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of [weights], those that it replaces."""
-        said = {"transport": self.transport, "staged": self.staged, "delta": self.delta}
-        return {key: value for key, value in said.items() if value is not None}
+        chosen = {"transport": self.transport, "staged": self.staged, "delta": self.delta}
+        return {key: value for key, value in chosen.items() if value is not None}
 
     def fits(self, url: str, group: str) -> bool:
         """url, group: of an engine's EngineEndpoint."""

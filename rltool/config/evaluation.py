@@ -37,7 +37,7 @@ class EvalSetConfig(Config):
     samples_per_prompt: int | None = Field(default=None, ge=1)
     """In place of eval.samples_per_prompt."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Take only the first so many, eval.max_prompts at most."""
+    """Take only this many prompts, the first; eval.max_prompts at most."""
     reward: RewardName | None = None
     """A reward of its own, as reward.function."""
     reward_options: dict[str, Any] = Field(default_factory=dict)

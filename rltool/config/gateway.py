@@ -23,9 +23,9 @@ class GatewayConfig(Config):
     model: Path | None = None
     """Hugging Face directory with tokenizer and chat template; default: the directory that the engine names."""
     aliases: tuple[str, ...] = ()
-    """Names of other models that are answered by this one, for agents that cannot be told a name."""
+    """Names of other models that are answered by this one, for agents with a fixed model name."""
     max_model_len: int | None = Field(default=None, ge=2)
-    """Longest sequence in tokens; default: what the engine tells. A router tells none."""
+    """Longest sequence in tokens; default: the engine's limit. A router reports none."""
     tool_parser: Literal["hermes", "none"] = "hermes"
     """How the model writes tool calls and reasoning; hermes is Qwen's form too."""
     template_arguments: dict[str, Any] = {}

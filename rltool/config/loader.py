@@ -10,11 +10,11 @@ import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from rltool.config.base import OWN_FUNCTION, Config
+from rltool.config.base import OWN_FUNCTION, Config, is_list, is_table
 from rltool.errors import UsageError
 from rltool.masking import masked, masked_text
 
@@ -119,8 +119,8 @@ def variants(model: type[BaseModel], key: str) -> dict[str, type[BaseModel]]:
 def _flatten(table: Mapping[str, Any], model: type[BaseModel], prefix: str = "") -> Iterable[tuple[str, Any]]:
     for key, value in table.items():
         section = _section(model, key) if key in model.model_fields else None
-        if section is not None and isinstance(value, Mapping):
-            yield from _flatten(cast("Mapping[str, Any]", value), section, f"{prefix}{key}.")
+        if section is not None and is_table(value):
+            yield from _flatten(value, section, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -139,10 +139,9 @@ def _put(
             _unknown(model, key, ".".join(parts[:depth]), part, section, origin)
         inner, kinds = _section(section, part), variants(section, part)
         rest = parts[depth + 1 :]
-        if kinds and not rest and isinstance(value, Mapping):
-            table = cast("Mapping[str, Any]", value)
-            for name in sorted(table, key=lambda name: name != "kind"):  # it decides which others there are
-                _put(values, origins, model, f"{key}.{name}", table[name], origin)
+        if kinds and not rest and is_table(value):
+            for name in sorted(value, key=lambda name: name != "kind"):  # it decides which others there are
+                _put(values, origins, model, f"{key}.{name}", value[name], origin)
             return
         if kinds:
             here[part] = _of_kind(here.get(part) or {}, rest, value, kinds, (model, key, origin), origins)
@@ -174,8 +173,7 @@ def _of_kind(
         kind = table.get("kind", next(iter(kinds)))
         _check_of_kind(kind, rest, kinds, where)
         before = table.get(rest[0])
-        held: Mapping[str, Any] = cast("Mapping[str, Any]", before) if isinstance(before, Mapping) else {}
-        inside = {**held, ".".join(rest[1:]): value}
+        inside = {**(before if is_table(before) else {}), ".".join(rest[1:]): value}
         entries = {"kind": kind, rest[0]: inside if len(rest) > 1 else value}
     if table.get("kind") == entries["kind"]:
         return {**table, **entries}
@@ -283,7 +281,7 @@ def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
     kept: list[int | str] = []
     for part in place:
         here = values[part] if _holds(values, part) else None
-        if here is None and part == _kind_of(values):
+        if here is None and is_table(values) and part == values.get("kind"):
             continue  # which of several kinds of table it is
         if isinstance(part, str) and here is None and (not part.isidentifier() or part in _TYPES):
             continue
@@ -292,14 +290,10 @@ def _key_of(place: Sequence[int | str], values: Any) -> tuple[int | str, ...]:
     return tuple(kept)
 
 
-def _kind_of(values: Any) -> Any:
-    return cast("Mapping[str, Any]", values).get("kind") if isinstance(values, Mapping) else None
-
-
 def _holds(values: Any, part: int | str) -> bool:
-    if isinstance(values, Mapping):
+    if is_table(values):
         return part in values
-    return isinstance(values, list | tuple) and isinstance(part, int) and part < len(cast("Sequence[Any]", values))
+    return is_list(values) and isinstance(part, int) and part < len(values)
 
 
 def _line(

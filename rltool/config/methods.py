@@ -1,15 +1,15 @@
 """Methods of [algorithm] that are a table with a `kind`, each kind with the keys that it has: the estimator of
-advantages, the objective, and the correction of the difference between engines and trainer."""
+advantages, the objective, KL to the reference, entropy control, and the correction of the difference between engines
+and trainer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_serializer, model_validator
 
-from rltool.config.base import Config, OwnFunction
+from rltool.config.base import Config, OwnFunction, is_table
 
 
 def _inf_from_json(value: Any) -> Any:
@@ -26,14 +26,37 @@ Limit = Annotated[float, BeforeValidator(_inf_from_json)]
 """A number for which inf, no limit, has a meaning."""
 
 
+EXAMPLES: dict[str, str] = {
+    "gpg": "advantage",
+    "opo": "advantage",
+    "clip_cov": "advantage",
+    "gmpo": "objective",
+}
+"""Kinds of earlier releases that are functions of examples/algorithms.py now -> the setting that takes them."""
+
+
+def in_examples(kind: str) -> str:
+    """How to name the example in a configuration."""
+    return (
+        f'it is an example now: algorithm.{EXAMPLES[kind]} = "examples.algorithms:{kind}", from examples/algorithms.py '
+        "of the repository"
+    )
+
+
 def _with_kind(default: str) -> BeforeValidator:
     """A name alone stands for a table with that kind, an import path for kind = "own", and a table without kind for the
-    default's."""
+    default's. ValueError for a kind that is in EXAMPLES."""
 
     def tabled(value: Any) -> Any:
         if isinstance(value, str):
-            return {"kind": "own", "function": value} if ":" in value else {"kind": value}
-        return {"kind": default, **cast("Mapping[str, Any]", value)} if isinstance(value, Mapping) else value
+            value = {"kind": "own", "function": value} if ":" in value else {"kind": value}
+        if not is_table(value):
+            return value
+        table = {"kind": default, **value}
+        kind = table["kind"]
+        if isinstance(kind, str) and kind in EXAMPLES:
+            raise ValueError(f"{kind} is no longer built in: {in_examples(kind)}")
+        return table
 
     return BeforeValidator(tabled)
 
@@ -104,7 +127,7 @@ class GAE(_Discounted):
 class PlainAdvantage(Config):
     """Estimators without keys of their own."""
 
-    kind: Literal["gdpo", "rloo", "remax", "gpg", "opo", "distill", "none"]
+    kind: Literal["gdpo", "rloo", "remax", "distill", "none"]
 
 
 class OwnAdvantage(Config):
@@ -157,12 +180,6 @@ class CISPO(_Clipped):
     """As for kind = "ppo"."""
 
 
-class GMPO(_Clipped):
-    """The geometric mean of a sample's clipped ratios."""
-
-    kind: Literal["gmpo"] = "gmpo"
-
-
 class SAPO(Config):
     """A soft gate in the place of the clip."""
 
@@ -191,8 +208,99 @@ class OwnObjective(Config):
 
 
 Objective = Annotated[
-    Annotated[PPO | CISPO | GMPO | SAPO | Reinforce | OwnObjective, Field(discriminator="kind")],
+    Annotated[PPO | CISPO | SAPO | Reinforce | OwnObjective, Field(discriminator="kind")],
     _with_kind("ppo"),
+]
+
+
+class NoKL(Config):
+    kind: Literal["none"] = "none"
+
+
+class _KL(Config):
+    coef: float = Field(gt=0)
+    """Weight of the estimate of KL(policy || reference). With target the weight that the run begins with."""
+    target: float | None = Field(default=None, gt=0)
+    """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
+    (Ziegler et al. 2019); None: coef throughout."""
+    reference_update_steps: int = Field(default=0, ge=0)
+    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
+    loaded first."""
+
+
+class KLInLoss(_KL):
+    """A term beside the policy loss."""
+
+    kind: Literal["loss"] = "loss"
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """With r = log p_ref - log p of the sampled token: k1 is -r, only with unbiased; k2 is r^2 / 2; k3 is
+    exp(r) - 1 - r, at most 10 (rltool/algorithms/kl.py)."""
+    unbiased: bool = False
+    """Weight each token's estimate by its ratio new / old, which makes value and gradient those of the policy."""
+
+    @model_validator(mode="after")
+    def _sees_the_reference(self) -> KLInLoss:
+        if self.estimator == "k1" and not self.unbiased:
+            raise ValueError(
+                'estimator = "k1" in the loss holds the policy to nothing: its gradient is that of log p, which does '
+                'not depend on the reference; use "k2" or "k3", or unbiased = true, or kind = "reward"'
+            )
+        return self
+
+
+class KLInReward(_KL):
+    """Subtracted from the reward of each token."""
+
+    kind: Literal["reward"] = "reward"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """As for kind = "loss"."""
+
+
+KL = Annotated[Annotated[NoKL | KLInLoss | KLInReward, Field(discriminator="kind")], _with_kind("none")]
+
+
+class NoEntropyControl(Config):
+    kind: Literal["none"] = "none"
+
+
+class EntropyBonus(Config):
+    """The entropy of each token's distribution, subtracted from the loss."""
+
+    kind: Literal["bonus"] = "bonus"
+    coef: float = Field(default=0.0, ge=0)
+    """Weight of the bonus, in nats. With target the weight that the run begins with."""
+    target: float | None = Field(default=None, gt=0)
+    """Entropy in nats below which there is a bonus; its weight grows by 0.005 after each step that ends below, and
+    falls by as much after one above. None: coef throughout."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> EntropyBonus:
+        if self.coef == 0 and self.target is None:
+            raise ValueError('kind = "bonus" has no effect with coef = 0 and without target: set one of them')
+        return self
+
+
+class HighEntropy(Config):
+    """Policy loss on the tokens alone at which the old policy has the highest entropy."""
+
+    kind: Literal["high_entropy"] = "high_entropy"
+    fraction: float = Field(default=0.2, gt=0, lt=1)
+    """Their share of the rollout's tokens."""
+
+
+class KLCov(Config):
+    """A penalty to the old policy, |log p - log p_old|, on the tokens of the highest covariance of log-probability and
+    advantage."""
+
+    kind: Literal["kl_cov"] = "kl_cov"
+    fraction: float = Field(default=2e-4, gt=0, lt=1)
+    """Their share of the rollout's tokens."""
+    coef: float = Field(default=1.0, gt=0)
+    """Weight of the penalty."""
+
+
+Entropy = Annotated[
+    Annotated[NoEntropyControl | EntropyBonus | HighEntropy | KLCov, Field(discriminator="kind")], _with_kind("none")
 ]
 
 

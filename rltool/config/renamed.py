@@ -1,7 +1,9 @@
 """Keys of earlier releases, each with the key that took its place, or with why there is none: the loader refuses them
-and says so."""
+with an error that names the new one."""
 
 from __future__ import annotations
+
+from rltool.config.methods import in_examples
 
 RENAMED: dict[str, str] = {
     "algorithm.credit": "algorithm.advantage.credit",
@@ -22,6 +24,17 @@ RENAMED: dict[str, str] = {
     "algorithm.dual_clip": "algorithm.objective.dual_clip",
     "algorithm.sapo_temperature_pos": "algorithm.objective.temperature_pos",
     "algorithm.sapo_temperature_neg": "algorithm.objective.temperature_neg",
+    "algorithm.kl_in": "algorithm.kl.kind",
+    "algorithm.kl_coef": "algorithm.kl.coef",
+    "algorithm.kl_target": "algorithm.kl.target",
+    "algorithm.kl_estimator": "algorithm.kl.estimator",
+    "algorithm.kl_unbiased": "algorithm.kl.unbiased",
+    "algorithm.reference_update_steps": "algorithm.kl.reference_update_steps",
+    "algorithm.entropy_coef": "algorithm.entropy.coef",
+    "algorithm.entropy_target": "algorithm.entropy.target",
+    "algorithm.top_entropy_fraction": "algorithm.entropy.fraction",
+    "algorithm.kl_cov_fraction": "algorithm.entropy.fraction",
+    "algorithm.kl_cov_coef": "algorithm.entropy.coef",
     "rollout.mode": "engines.mode",
     "rollout.external": "engines.external",
     "rollout.router": "engines.router",
@@ -36,17 +49,28 @@ RENAMED: dict[str, str] = {
     "rollout.stop_token_ids": "sampling.stop_token_ids",
     "rollout.request_timeout": "deadlines.generate",
     "rollout.preflight_timeout": "deadlines.preflight",
-    "reward.timeout": "deadlines.reward",
+    "reward.timeout": "deadlines.call",
     "eval.temperature": "eval.sampling.temperature",
-    "weights.timeout": "deadlines.sync_step",
+    "weights.timeout": "deadlines.sync",
     "monitor.logprob_gap_limit": "monitor.logprob_difference_limit",
-    "ray.placement_timeout": "deadlines.placement",
+    "ray.placement_timeout": "deadlines.start",
+    "deadlines.ray_start": "deadlines.start",
+    "deadlines.placement": "deadlines.start",
+    "deadlines.bucket": "deadlines.sync",
+    "deadlines.sync_step": "deadlines.sync",
+    "deadlines.drain": "deadlines.close",
+    "deadlines.environment": "deadlines.call",
+    "deadlines.reward": "deadlines.call",
+    "deadlines.batch": "deadlines.step",
+    "deadlines.evaluate": "deadlines.step",
+    "deadlines.trainer_call": "deadlines.step",
 }
 """Old dotted key -> new dotted key."""
 
 REMOVED: dict[str, str] = {
-    "algorithm.entropy_coef_step": "the step is 0.005, as in Skywork-OR1: use algorithm.entropy_target",
-    "algorithm.kl_gain": "the gain is 0.1, as in Ziegler et al. 2019: use algorithm.kl_target",
+    **{f"algorithm.clip_cov_{key}": in_examples("clip_cov") for key in ("fraction", "low", "high")},
+    "algorithm.entropy_coef_step": "the step is 0.005, as in Skywork-OR1: use algorithm.entropy.target",
+    "algorithm.kl_gain": "the gain is 0.1, as in Ziegler et al. 2019: use algorithm.kl.target",
     "engines.restart_forget": "an engine that has served for 10 minutes has all restarts again: use "
     "engines.max_restarts and engines.restart_backoff",
     "reward.simulate_seconds": "name a reward.function of your own that sleeps",

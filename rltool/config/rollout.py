@@ -23,7 +23,7 @@ class EnginesConfig(Config):
     trainer's, starts them again when they die, and ends them. colocate: the same on the trainer's own GPUs, in turns:
     engines sleep while it trains, and it is off the GPUs while they generate."""
     external: tuple[str, ...] = ()
-    """host:port, http://host:port or @endpoints.json, of engines that somebody else started."""
+    """host:port, http://host:port or @endpoints.json, of external engines."""
     router: str | None = None
     """URL that generation requests go to instead of the engines."""
     foreign_workers: Literal["remove", "refuse"] = "remove"
@@ -80,7 +80,7 @@ class SamplingConfig(Config):
     needs top_k as well, which bounds how many tokens each place has: the engines (vLLM, asked directly) return which
     these are, and the trainer's log-probabilities are over the same."""
     top_k: Annotated[int, AfterValidator(all_or_some)] = -1
-    """Of so many most probable tokens one is sampled; -1: of all. For policy training as for top_p."""
+    """Sample from this many most probable tokens; -1: from all. For policy training as for top_p."""
     max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are filtered out when the data set is read, and counted."""
     max_response_tokens: int = Field(default=1024, ge=1)
@@ -91,7 +91,7 @@ class SamplingConfig(Config):
     """Texts that end a response, with the token that completes one as its last. Special tokens are no text: name those
     in stop_token_ids."""
     min_tokens: int = Field(default=0, ge=0)
-    """Engines forbid every stop token before so many, which changes what log-probabilities mean: refused for policy
+    """Minimum response length; engines mask stop tokens until then, which changes log-probabilities: refused for policy
     training."""
 
     @property
@@ -129,7 +129,7 @@ class RolloutConfig(Config):
     `package.module:function`: f(group: list[Sample]) -> str | None, the reason for dropping the group, or None. Another
     prompt takes the place of each."""
     max_filtered_batches: int = Field(default=10, ge=1)
-    """The run stops when so many batches' worth of groups were filtered out for one batch."""
+    """The run stops when this many batches' worth of groups were filtered out for one batch."""
     group_hook: OwnFunction | None = None
     """f(group: list[Sample]) -> None, called when a group is scored; sample.remove_sample = True takes a sample out of
     the loss."""
@@ -221,7 +221,7 @@ class EvalConfig(Config):
     dump: bool = False
     """Write the samples of every evaluation to RUN/evals/NAME."""
     max_prompts: int | None = Field(default=None, ge=1)
-    """Take only the first so many of each set."""
+    """Take only this many of each set, the first."""
     stop_at: float | None = None
     """End the run (successfully, with its checkpoint) once the accuracy of the first set reaches this."""
 
@@ -300,7 +300,7 @@ class WeightsConfig(Config):
             why = contradiction(weights.transport, staged=weights.staged, delta=weights.delta)
             if why is not None:
                 raise ValueError(
-                    f"engines with {rule.whom}: {why}; what the section leaves out is as in [weights]: say there "
+                    f"engines with {rule.whom}: {why}; what the section leaves out is as in [weights]: set there "
                     "what holds for these engines"
                 )
             first = next((earlier for earlier in seen if earlier.fits_all_of(rule)), None)
@@ -343,42 +343,39 @@ class WeightsConfig(Config):
 
 
 class DeadlinesConfig(Config):
-    """Seconds after which a wait is given up. Each name stands in the error that it causes; none is infinite."""
+    """Seconds after which a wait fails. The error names its deadline; none is infinite."""
 
     preflight: float = Field(default=30.0, gt=0)
     """For each given address to answer, before anything starts."""
-    ray_start: float = Field(default=300.0, gt=0)
-    """For a local Ray to start."""
-    placement: float = Field(default=300.0, gt=0)
-    """For Ray to have the bundles; the error names what is missing."""
+    start: float = Field(default=300.0, gt=0)
+    """For a local Ray to start, and for Ray to have the bundles; the error names what is missing."""
     generate: float = Field(default=600.0, gt=0)
     """For one generation request at one engine; then it counts as failed there, and is sent to another."""
     engines: float = Field(default=300.0, gt=0)
     """For engines.min_serving engines to serve, or to take weights, again, and for the router in front of them to
     answer; then the run ends with a checkpoint. For an engine of a model that rewards ask to serve again; then these
     samples have no reward."""
-    bucket: float = Field(default=30.0, gt=0)
-    """For one engine to join its transfer group, or to take one bucket of weights; then it is out of this sync."""
-    drain: float = Field(default=120.0, gt=0)
-    """For an engine that was removed from the run to finish what it has; then its requests are aborted, and go on at
-    others from where they were."""
     group: float = Field(default=3600.0, gt=0)
     """For all samples of one prompt: continuations after aborts, and the whole of an own generate function."""
     agent: float = Field(default=600.0, gt=0)
     """For one attempt of an agent at an episode; then it is ended, and the attempt has failed."""
-    environment: float = Field(default=60.0, gt=0)
-    """For each call of an environment: reset, step, reward, close. A later answer fails its sample. For each request by
-    context.http of an own function, unless that names another timeout."""
-    reward: float = Field(default=60.0, gt=0)
-    """For one call of the reward function; a later answer counts as a failure. It stands still while a model that the
-    function may ask has no engine that serves, for deadlines.engines at most."""
-    batch: float = Field(default=7200.0, gt=0)
-    """For the next batch to be complete."""
-    evaluate: float = Field(default=7200.0, gt=0)
-    """For one evaluation of all sets."""
-    sync_step: float = Field(default=120.0, gt=0)
-    """For each step of a weight sync; steps that engines and trainer share may take two or three times this."""
-    trainer_call: float = Field(default=7200.0, gt=0)
-    """For one call to the trainer's ranks: log-probabilities, an optimizer step, a save."""
-    close: float = Field(default=60.0, gt=0)
-    """For the ranks and the rollout manager to end."""
+    call: float = Field(default=60.0, gt=0)
+    """For each call of the reward function, of an environment (reset, step, reward, close), and each request by
+    context.http of an own function, unless that names another timeout; a later answer is a failure of its sample. For a
+    reward it stands still while a model that the function may ask has no engine that serves, for deadlines.engines at
+    most."""
+    sync: float = Field(default=120.0, gt=0)
+    """For each step of a weight sync; steps that engines and trainer share may take two or three times this. For one
+    engine to join its transfer group, or to take one bucket of weights, a quarter of it; then it is out of this
+    sync."""
+    step: float = Field(default=7200.0, gt=0)
+    """For each large part of a training step: the next batch to be complete, an evaluation of all sets, one call to the
+    trainer's ranks (log-probabilities, an optimizer step, a save)."""
+    close: float = Field(default=120.0, gt=0)
+    """For the ranks and the rollout manager to end. For an engine that was removed from the run to finish what it has;
+    then its requests are aborted, and go on at others from where they were."""
+
+    @property
+    def bucket(self) -> float:
+        """For one engine to join its transfer group, or to take one bucket of weights."""
+        return self.sync / 4

@@ -7,16 +7,12 @@ Each rule raises ValueError for the first setting that cannot work. The message 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rltool.config.algorithm_rules import check_algorithm
 from rltool.config.engine_rules import check_engines
-
-if TYPE_CHECKING:
-    from rltool.config.train import TrainConfig
+from rltool.config.sections import Sections
 
 
-def check_batch_arithmetic(config: TrainConfig) -> None:
+def check_batch_arithmetic(config: Sections) -> None:
     """prompts x samples = global batch x optimizer steps, and every data-parallel rank gets a sample in every step."""
     rollout, sampling, steps = config.rollout, config.sampling, config.optimizer_steps_per_rollout
     samples_per_prompt = rollout.samples_per_prompt if config.algorithm.loss == "policy" else 1
@@ -54,7 +50,7 @@ def check_batch_arithmetic(config: TrainConfig) -> None:
         )
 
 
-def check_sampling(config: TrainConfig) -> None:
+def check_sampling(config: Sections) -> None:
     """A distribution that the policy could be trained on."""
     if config.algorithm.loss != "policy":
         return
@@ -69,8 +65,8 @@ def check_sampling(config: TrainConfig) -> None:
         )
 
 
-def _check_truncated(config: TrainConfig) -> None:
-    """The engines tell which tokens were left to choose from, and everything is about these."""
+def _check_truncated(config: Sections) -> None:
+    """The engines report which tokens were left to choose from, and everything is about these."""
     sampling = config.sampling
     said = f"sampling.top_p = {sampling.top_p:g} and sampling.top_k = {sampling.top_k}"
     if sampling.top_k < 0:
@@ -99,7 +95,7 @@ def _check_truncated(config: TrainConfig) -> None:
         )
 
 
-def check_evaluation(config: TrainConfig) -> None:
+def check_evaluation(config: Sections) -> None:
     """What [eval] asks for and cannot have."""
     _check_best_metric(config)
     _check_evaluation_engines(config)
@@ -114,8 +110,8 @@ def check_evaluation(config: TrainConfig) -> None:
         )
 
 
-def _check_best_metric(config: TrainConfig) -> None:
-    """What tells the best checkpoint is measured, as far as that is known beforehand."""
+def _check_best_metric(config: Sections) -> None:
+    """What ranks checkpoints is measured, as far as that is known beforehand."""
     metric = config.checkpoint.best_metric
     if metric is None or not metric.startswith("eval/"):
         return
@@ -127,7 +123,7 @@ def _check_best_metric(config: TrainConfig) -> None:
         )
 
 
-def _check_evaluation_engines(config: TrainConfig) -> None:
+def _check_evaluation_engines(config: Sections) -> None:
     """eval.engines stand beside engines that rollouts use, and hold weights of their own."""
     if not config.eval.engines:
         return
@@ -148,7 +144,7 @@ def _check_evaluation_engines(config: TrainConfig) -> None:
         )
 
 
-def check_rollout(config: TrainConfig) -> None:
+def check_rollout(config: Sections) -> None:
     """Settings of the collector that would have no effect, or would train on tokens that the bound forbids."""
     rollout, masked_beyond = config.rollout, config.algorithm.mask_tokens_older_than
     check_generation(config)
@@ -177,7 +173,7 @@ def check_rollout(config: TrainConfig) -> None:
         )
 
 
-def check_generation(config: TrainConfig) -> None:
+def check_generation(config: Sections) -> None:
     """One way in which samples come about, and the settings of that one."""
     rollout = config.rollout
     chosen = [name for name in ("generate_function", "environment", "agent") if getattr(rollout, name) is not None]
@@ -229,12 +225,12 @@ def check_generation(config: TrainConfig) -> None:
                 )
 
 
-def check_models(config: TrainConfig) -> None:
+def check_models(config: Sections) -> None:
     """[models.NAME]: train updates the policy alone."""
     for name, model in config.models.items():
         if model.update_weights:
             raise ValueError(
-                f"models.{name}.update_weights = true: a run updates its policy alone, so nobody would; leave it out"
+                f"models.{name}.update_weights = true: a run updates only its policy; leave it out"
             )
         if model.sleep == "disk" and not (
             config.engines.shares_gpus and any(group.model == name for group in config.engines.groups)

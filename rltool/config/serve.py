@@ -63,9 +63,9 @@ class EngineGroup(Config):
     """serve-engines: GPU indices of this host, given to the engines in order; empty: the next ones. train chooses for
     all groups (trainer.gpus)."""
     engines_per_gpu: int = Field(default=1, ge=1)
-    """serve-engines: so many engines after each other share the same GPUs, and start one after the other, or all at
-    once where flags have --kv-cache-memory-bytes. Each has its part of the memory, unless flags say how much. More
-    tokens where one engine's CPU work holds it back: small models."""
+    """This many consecutive engines share the same GPUs, and start one after the other, or all at once where flags
+    have --kv-cache-memory-bytes. Each has its part of the memory, unless flags set how much. More tokens where one
+    engine's CPU work holds it back: small models."""
     device: Device | None = None
     """None: with serve-engines cuda, in a run what the trainer runs on."""
     host: str | None = None
@@ -113,8 +113,8 @@ class EngineGroup(Config):
             )
         if self.count < self.engines_per_gpu:
             raise ValueError(
-                f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: memory of the GPUs is left to "
-                "nobody"
+                f"engines_per_gpu = {self.engines_per_gpu} with count = {self.count}: GPU memory would be "
+                "left unused"
             )
         return self
 
@@ -139,7 +139,7 @@ class ServedModel(Config):
     """Start a router in front of its engines; with prefill and decode groups there is always one."""
     sleep: Literal["host", "disk"] = "host"
     """engines.mode = "colocate": where its weights are while its engines sleep. host: in the host's memory; disk: they
-    are dropped, and loaded again from `path` at each wake, within deadlines.sync_step."""
+    are dropped, and loaded again from `path` at each wake, within deadlines.sync."""
 
     @model_validator(mode="after")
     def _classifies(self) -> ServedModel:
@@ -151,13 +151,13 @@ class ServedModel(Config):
 
 
 class ServeConfig(Config):
-    """What the command line of serve-engines says."""
+    """The command line of serve-engines."""
 
     model: Path
     """Hugging Face model directory, or a name of the hub, with `@REVISION` or without."""
     engine: EngineKind = "vllm"
     num_engines: int = Field(default=1, ge=1)
-    """Each has tp GPUs, of its own unless engines_per_gpu says otherwise."""
+    """Each has tp GPUs, of its own unless engines_per_gpu is set."""
     engines_per_gpu: int = Field(default=1, ge=1)
     """So many engines share the same GPUs, and their memory."""
     gpus: tuple[int, ...] = ()
@@ -174,7 +174,7 @@ class ServeConfig(Config):
     served_name: str = Field(default=POLICY, pattern=NAME_PATTERN)
     """Name of the model in endpoints.json and on the servers' /v1/models."""
     update_weights: bool = True
-    """False: a model that is never synced, such as a judge; endpoints.json says so, and train leaves it alone."""
+    """False: a model that is never synced, such as a judge; recorded in endpoints.json; train does not sync it."""
     task: Task = "generate"
     """classify: a model with a classification head, such as a reward model; with update_weights = false."""
     dtype: EngineDtype | None = None

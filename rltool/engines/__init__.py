@@ -1,1 +1,1 @@
-"""Engines: what they are asked, what they answer, where they are, and the fleet that they form."""
+"""Engines: the client, requests and replies, endpoints, a run's status and driver's address."""

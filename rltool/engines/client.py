@@ -1,6 +1,6 @@
-"""The one place that talks HTTP to engines and routers, whatever their dialect.
+"""The one HTTP client of engines and routers, for every dialect.
 
-Dialects say what to send and how to read the reply; this client owns deadlines, retries, keys and error text. It
+Dialects build requests and parse replies; this client owns deadlines, retries, keys and error text. It
 retries transport errors, 5xx and 429 of requests that may be repeated (generation, which is seeded, and probes), never
 another 4xx, and never a control call: a weight update that was half done must not be started again blindly.
 """
@@ -53,7 +53,7 @@ KEEPALIVE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """When to send again. The deadline of the request bounds it as well, whichever comes first."""
+    """When to send again. The request's deadline bounds it as well."""
 
     attempts: int = 6
     """One more than sglang-router's own five: a worker that died is out of the router's rotation by then."""
@@ -70,7 +70,7 @@ class RetryPolicy:
 
 class EngineClient:
     """Async context manager. Connections are unlimited: how many requests are in flight is the caller's decision, and a
-    queue hidden in the connector (100 by default in aiohttp) would eat into deadlines without anybody seeing it.
+    queue hidden in the connector (100 by default in aiohttp) would eat into deadlines unseen.
 
     run: id of the run that asks, sent with every request: an engine that is leased takes control calls of its holder
     alone (plugin/lease.py)."""
@@ -118,8 +118,8 @@ class EngineClient:
         """The reply to `request`: decoded JSON, the text where it is not JSON, None where it is empty.
 
         again: makes what is sent in its place at each further attempt. answered_by: receives the boot ids of the
-        processes that answered, errors included, where their replies tell. headers: further ones, for a router. limit:
-        bytes of the reply; a larger one is EngineUnreachable, and read no further.
+        processes that answered, errors included, where their replies have it. headers: further ones, for a router.
+        limit: bytes of the reply; a larger one is EngineUnreachable, and read no further.
 
         `timeout`: seconds for all attempts together. Raises EngineRejected (4xx), EngineUnreachable (no answer in time
         or no connection), EngineError (5xx to the end). With `retry` false the request is sent once; with it true at
@@ -206,13 +206,13 @@ class EngineClient:
     ) -> list[Completion]:
         """request.n completions of one prompt, from an engine or through a router (ModelEndpoints.data_endpoint()).
 
-        attempts: how often each HTTP request is sent at most; None: as the client's RetryPolicy says. A caller that
+        attempts: how often each HTTP request is sent at most; None: by the client's RetryPolicy. A caller that
         knows other engines tries once here and then elsewhere: attempts=1. answered_by, headers: as in `request`.
 
         Where the dialect needs several HTTP requests they run side by side; the first failure cancels the others, which
         makes the engine abort them. Each further attempt has ids of its own (GenerateRequest.again).
         """
-        speaks = _dialect_of(endpoint)
+        engine_dialect = _dialect_of(endpoint)
         key = endpoint.present_key()
         replies = await all_of(
             self.request(
@@ -222,21 +222,21 @@ class EngineClient:
                 timeout=timeout,
                 retry=True,
                 attempts=attempts,
-                again=lambda index=index: speaks.generate(request.again())[index],
+                again=lambda index=index: engine_dialect.generate(request.again())[index],
                 answered_by=answered_by,
                 headers=headers,
                 limit=request.reply_bytes,
             )
-            for index, http in enumerate(speaks.generate(request))
+            for index, http in enumerate(engine_dialect.generate(request))
         )
         with making_sense_of(f"generation at {endpoint.url}"):
             if request.routing is not None or request.sampling.return_sampling_mask:  # much of each token
-                return await asyncio.to_thread(speaks.parse_generate, request, replies)
-            return speaks.parse_generate(request, replies)
+                return await asyncio.to_thread(engine_dialect.parse_generate, request, replies)
+            return engine_dialect.parse_generate(request, replies)
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
         """What `abort` must be given to end `generate(endpoint, request)`,
-        at whichever engine a router has sent it to."""
+        at the engine that the router chose."""
         return _dialect_of(endpoint).request_ids(request)
 
     async def abort(self, engine: EngineEndpoint, request_ids: Sequence[str], *, timeout: float) -> None:
@@ -294,7 +294,7 @@ class EngineClient:
         if endpoint.dialect is None:
             name = await self.detect_dialect(endpoint.url, endpoint.present_key(), timeout=timeout)
             endpoint = endpoint.model_copy(update={"dialect": name})
-        speaks = _dialect_of(endpoint)
+        engine_dialect = _dialect_of(endpoint)
         key = endpoint.present_key()
 
         async def ask(name: str, http: HttpRequest) -> Any:
@@ -305,10 +305,10 @@ class EngineClient:
                     return None
                 raise
 
-        questions = dict(speaks.probe())
+        questions = dict(engine_dialect.probe())
         replies = await asyncio.gather(*(ask(name, http) for name, http in questions.items()))
         with making_sense_of(f"the probe of {endpoint.url}"):
-            return speaks.parse_probe(dict(zip(questions, replies, strict=True)))
+            return engine_dialect.parse_probe(dict(zip(questions, replies, strict=True)))
 
     async def detect_dialect(self, url: str, key: str | None, *, timeout: float = PROBE_SECONDS) -> str:
         """The kind of engine at `url`, by a route that only this kind has. Raises UsageError if it is none of ours."""
@@ -324,60 +324,60 @@ class EngineClient:
         raise none_of_ours(url)
 
     async def health(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> None:
-        """Return if the engine says that it is healthy, else raise EngineError with the reason. Sent once."""
+        """Return if the engine reports that it is healthy, else raise EngineError with the reason. Sent once."""
         http = _dialect_of(endpoint).health()
         await self.request(endpoint.url, http, key=endpoint.present_key(), timeout=timeout, retry=False)
 
     async def load(self, endpoint: EngineEndpoint, *, timeout: float = HEALTH_SECONDS) -> EngineLoad:
         """How much one engine has to do. Sent once: a number that comes late is worth nothing."""
-        speaks = _dialect_of(endpoint)
+        engine_dialect = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.load(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
+            endpoint.url, engine_dialect.load(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
         )
         with making_sense_of(f"the load of {endpoint.url}"):
-            return speaks.parse_load(reply)
+            return engine_dialect.parse_load(reply)
 
     async def counters(self, endpoint: EngineEndpoint, *, timeout: float) -> EngineCounters:
         """What one engine has counted of its own work. Sent once."""
-        speaks = _dialect_of(endpoint)
+        engine_dialect = _dialect_of(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.counters(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
+            endpoint.url, engine_dialect.counters(), key=endpoint.present_key(), timeout=timeout, retry=True, attempts=1
         )
         with making_sense_of(f"the counters of {endpoint.url}"):
-            return speaks.parse_counters(reply)
+            return engine_dialect.parse_counters(reply)
 
     async def checksums(self, endpoint: EngineEndpoint, *, timeout: float) -> Checksums | None:
         """Digests of what the engine holds, None where it has none to give. Reads all weights: seconds for a large
         model."""
-        speaks = _inspects(endpoint)
+        engine_dialect = _inspects(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.checksums(), key=endpoint.present_key(), timeout=timeout, retry=False,
+            endpoint.url, engine_dialect.checksums(), key=endpoint.present_key(), timeout=timeout, retry=False,
             limit=CHECKSUMS_BYTES,
         )  # fmt: skip
         with making_sense_of(f"the checksums of {endpoint.url}"):
-            return speaks.parse_checksums(reply)
+            return engine_dialect.parse_checksums(reply)
 
     async def score(self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, timeout: float) -> tuple[float, ...]:
         """Log-probabilities of all tokens but the first, each after those before it, at temperature 1."""
-        speaks = _inspects(endpoint)
+        engine_dialect = _inspects(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.score(token_ids), key=endpoint.present_key(), timeout=timeout, retry=True,
+            endpoint.url, engine_dialect.score(token_ids), key=endpoint.present_key(), timeout=timeout, retry=True,
             limit=_score_bytes(token_ids, 0),
         )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):
-            return speaks.parse_score(token_ids, reply)
+            return engine_dialect.parse_score(token_ids, reply)
 
     async def score_topk(
         self, endpoint: EngineEndpoint, token_ids: Sequence[int], topk: int, *, timeout: float
     ) -> TokenScores:
         """`score`, and the `topk` most probable tokens in the place of each."""
-        speaks = _inspects(endpoint)
+        engine_dialect = _inspects(endpoint)
         reply = await self.request(
-            endpoint.url, speaks.score(token_ids, topk), key=endpoint.present_key(), timeout=timeout, retry=True,
-            limit=_score_bytes(token_ids, topk),
+            endpoint.url, engine_dialect.score(token_ids, topk), key=endpoint.present_key(), timeout=timeout,
+            retry=True, limit=_score_bytes(token_ids, topk),
         )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):
-            return speaks.parse_topk(token_ids, reply, topk)
+            return engine_dialect.parse_topk(token_ids, reply, topk)
 
     async def classify(
         self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, use_activation: bool, timeout: float,
@@ -385,13 +385,13 @@ class EngineClient:
     ) -> tuple[float, ...]:  # fmt: skip
         """One score for each label, from an engine of a classifier (never a router); see Inspects.classify. attempts:
         as in `request`."""
-        speaks = _inspects(endpoint)
-        http = speaks.classify(token_ids, use_activation=use_activation)
+        engine_dialect = _inspects(endpoint)
+        http = engine_dialect.classify(token_ids, use_activation=use_activation)
         reply = await self.request(
             endpoint.url, http, key=endpoint.present_key(), timeout=timeout, retry=True, attempts=attempts
         )
         with making_sense_of(f"the classification of {endpoint.url}"):
-            return speaks.parse_classify(reply)
+            return engine_dialect.parse_classify(reply)
 
 
 def _score_bytes(token_ids: Sequence[int], topk: int) -> int:

@@ -72,7 +72,7 @@ class EngineEndpoint(Config):
             raise KeyUnreadable(f"{self.url} cannot be asked: {error}") from error
 
     def probed(self, info: EngineInfo) -> EngineEndpoint:
-        """With what the engine itself has told. Its word on its role counts: it may have been named by address."""
+        """With what the probe found. The engine's own role counts: the endpoint may have come from an address alone."""
         return self.model_copy(
             update={
                 "dialect": info.dialect,
@@ -169,7 +169,7 @@ def edit_endpoints(path: Path, change: Callable[[Endpoints], Endpoints]) -> None
     Raises UsageError where it cannot be read, OSError where it cannot be written.
     """
     path = Path(path).absolute()
-    with path.with_name(f".{path.name}.lock").open("a") as lock:  # dies with whoever holds it
+    with path.with_name(f".{path.name}.lock").open("a") as lock:  # dies with its holder
         fcntl.flock(lock, fcntl.LOCK_EX)
         change(Endpoints.load(path) if path.exists() else Endpoints()).save(path)
 
@@ -241,9 +241,9 @@ def _bracketed(host: str, malformed) -> str:
 def resolve(texts: Iterable[str], model: str = "policy") -> ModelEndpoints:
     """The engines of `model` behind everything that was typed; files are read, bare URLs have an unknown dialect.
 
-    A file that holds one model only is taken whatever that model is called. Raises UsageError: nothing typed, a file
+    A file that holds one model only is taken whatever the model's name. Raises UsageError: nothing typed, a file
     without that model or without engines, an engine named twice, two different routers. Engines of a file whose model
-    has update_weights = false do not take weights; the result's update_weights tells whether any engine does.
+    has update_weights = false do not take weights; the result's update_weights: whether any engine does.
     """
     engines: list[EngineEndpoint] = []
     data_urls: set[str] = set()

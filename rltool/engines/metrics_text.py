@@ -2,7 +2,7 @@
 has their keys.
 
 Every series gets the labels instance (HOST:PORT, as Prometheus would name an engine that it scrapes itself, so that
-dashboards of vLLM and SGLang fit), group and run; the scrape configuration says `honor_labels: true`.
+dashboards of vLLM and SGLang fit), group and run; the scrape configuration sets `honor_labels: true`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How an HTTP reply of an engine or router is read: what is a failure, and what the error message says of it. Pure."""
+"""How an HTTP reply of an engine or router is read: what is a failure, and its error message. Pure."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A living training run, asked from any shell of its host: the driver's loopback endpoint (training/run_server.py).
 
-What the two sides say to each other stands here, because the command line must not import the training room. Fields
+The messages of both sides are defined here, because the command line must not import the training room. Fields
 that one side does not know are for the other to ignore: `rltool status` may be newer or older than the run that it
 looks at.
 """
@@ -41,7 +41,7 @@ class EngineStatus(TypedDict, total=False):
     """One engine as the run's fleet sees it. state: as in engines/fleet/fleet.py; since_seconds: how long in that
     state.
 
-    leaves_within_seconds: of one that was told to leave, until it has left at the latest.
+    leaves_within_seconds: of one that is to leave, until it has left at the latest.
     """
 
     url: str
@@ -181,9 +181,9 @@ def choose_driver(name: str | None, *, root: Path | None = None) -> tuple[RunDir
         return living[0]
     if living:
         names = ", ".join(run.name for run, _ in living)
-        raise UsageError(f"several runs are training: {names}; say which with --run NAME")
+        raise UsageError(f"several runs are training: {names}; choose one with --run NAME")
     which = f"run {name} is not training" if name is not None else f"no run in {runs_root(root)} is training"
     raise UsageError(
-        f"{which} now, or has not come to its engines yet, so there is nobody to ask about them (`rltool status` shows "
+        f"{which} now, or has not come to its engines yet, so no driver answers for them (`rltool status` shows "
         f"its processes); a run that starts is given its engines by `rltool train --rollout-external`"
     )

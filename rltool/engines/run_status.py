@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.fleet.liveness import says_dead
+from rltool.engines.fleet.liveness import reports_dead
 from rltool.engines.launch.plan import is_router
 from rltool.engines.run_client import Driver, RunStatus, driver_of
 from rltool.engines.sync_client import probe, send
@@ -26,11 +26,11 @@ _ASKED_SIDE_BY_SIDE = 32
 
 
 class ProcessStatus(BaseModel):
-    """One row. pid and alive are None for an engine of endpoints.json without a recorded process: somebody else's, or
+    """One row. pid and alive are None for an engine of endpoints.json without a recorded process: external, or
     stopped. alive is None for a process of another host, which health names.
 
-    health is "ok", "paused", "unreachable" or what the server said. A server that lives on after what generates in it
-    has died is not alive, and its health says so.
+    health is "ok", "paused", "unreachable" or the server's message. A server that lives on after what generates in it
+    has died is not alive; see its health.
     """
 
     role: str
@@ -45,7 +45,7 @@ class ProcessStatus(BaseModel):
 
 @dataclass(frozen=True)
 class RunReport:
-    """training: what the driver says of its run; None where none lives or none answered (then its row says why)."""
+    """training: the driver's status of its run; None where none lives or none answered (then its row has why)."""
 
     processes: list[ProcessStatus]
     training: RunStatus | None
@@ -58,12 +58,12 @@ def run_status(run: RunDirectory) -> RunReport:
     """
     states = read_states(run)
     engines = _engines(run)
-    told: list[RunStatus] = []
+    statuses: list[RunStatus] = []
     rows: list[Callable[[], ProcessStatus]] = []
     for state in states:
         driver = driver_of(run, state)
         if driver is not None:
-            rows.append(partial(_driver_row, state, driver, told))
+            rows.append(partial(_driver_row, state, driver, statuses))
         else:
             rows.append(partial(_row, state, engines.get(state.url or "")))
     started = {state.url for state in states}
@@ -71,7 +71,7 @@ def run_status(run: RunDirectory) -> RunReport:
     rows += [partial(_foreign_row, index, engine) for index, engine in enumerate(foreign)]
     with ThreadPoolExecutor(_ASKED_SIDE_BY_SIDE) as pool:
         processes = list(pool.map(lambda row: row(), rows))
-    return RunReport(processes=processes, training=told[0] if told else None)
+    return RunReport(processes=processes, training=statuses[0] if statuses else None)
 
 
 def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
@@ -86,7 +86,7 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     alive = None if is_elsewhere(state) else is_alive(state)
     health = None if alive is not None else f"on host {state.host}"
     version: str | None = None
-    if alive and engine is not None and _tells_death(engine) and says_dead(engine.url):
+    if alive and engine is not None and _reports_death(engine) and reports_dead(engine.url):
         alive, health = False, f"its engine has died; what is left of the server (pid {state.pid}) answers 503"
     elif alive and engine is not None:
         health, version = _ask_engine(engine)
@@ -104,12 +104,12 @@ def _row(state: ProcessState, engine: EngineEndpoint | None) -> ProcessStatus:
     )
 
 
-def _tells_death(engine: EngineEndpoint) -> bool:
-    return engine.dialect is not None and dialect(engine.dialect).health_tells_death
+def _reports_death(engine: EngineEndpoint) -> bool:
+    return engine.dialect is not None and dialect(engine.dialect).health_reports_death
 
 
-def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> ProcessStatus:
-    """The living driver; what it says of the run goes into `told`."""
+def _driver_row(state: ProcessState, driver: Driver, statuses: list[RunStatus]) -> ProcessStatus:
+    """The living driver; its status of the run goes into `statuses`."""
     health, version = "ok", None
     try:
         status = driver.status()
@@ -119,7 +119,7 @@ def _driver_row(state: ProcessState, driver: Driver, told: list[RunStatus]) -> P
         health = str(error)
     else:
         version = status.get("weight_version")
-        told.append(status)
+        statuses.append(status)
     return ProcessStatus(
         role=state.role,
         pid=state.pid,

@@ -20,7 +20,7 @@ from rltool.errors import EngineRejected, EngineUnreachable
 def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> Any:
     """The reply to `request`, sent once, in the form and with the errors of `read_reply`; else EngineUnreachable.
 
-    timeout: seconds for the connection, for each wait for bytes, and for all of them; a server that hangs is given up
+    timeout: seconds for the connection, for each wait for bytes, and for all of them; a hung server is abandoned
     after it.
     """
     status, body = exchange(base_url, request, key=key, timeout=timeout)
@@ -28,7 +28,7 @@ def send(base_url: str, request: HttpRequest, *, key: str | None = None, timeout
 
 
 def exchange(base_url: str, request: HttpRequest, *, key: str | None = None, timeout: float) -> tuple[int, bytes]:
-    """(HTTP status, body), whatever the status. Raises EngineUnreachable."""
+    """(HTTP status, body), of any status. Raises EngineUnreachable."""
     what = f"{request.method} {base_url}{request.path}"
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with requests.Session() as session:

@@ -1,4 +1,4 @@
-"""Requests to and replies from an engine, whatever its dialect. Token ids in, token ids out; no text."""
+"""Requests to and replies from an engine, of any dialect. Token ids in, token ids out; no text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def json_list(value: Any) -> list[Any] | None:
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one response. temperature 0 is greedy; top_k -1 keeps all tokens. stop: texts that end a response,
-    for engines that decode; min_tokens: so many before any stop, for which engines forbid stop tokens.
+    for engines that decode; min_tokens: minimum response length; engines mask stop tokens until then.
     return_sampling_mask: which tokens top_p and top_k left to choose from; needs top_k above 0."""
 
     max_tokens: int
@@ -72,7 +72,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """choices: of one token after the other, of each layer by layer; per_token: so many of one token."""
+    """choices: of one token after the other, of each layer by layer; per_token: how many of one token."""
 
     choices: array[int]
     per_token: int
@@ -82,11 +82,11 @@ class RoutedExperts:
         return len(self.choices) // self.per_token
 
     def without_last(self, tokens: int) -> RoutedExperts:
-        """All but those of so many tokens at the end."""
+        """All but those of the last tokens."""
         return RoutedExperts(self.choices[: len(self.choices) - tokens * self.per_token], self.per_token)
 
     def padded(self, tokens: int) -> array[int]:
-        """choices of so many tokens, UNROUTED behind its own. ValueError where that is fewer than it has."""
+        """choices padded with UNROUTED to this many tokens. ValueError where that is fewer than it has."""
         missing = tokens * self.per_token - len(self.choices)
         if missing < 0:
             raise ValueError(f"experts of {self.tokens} tokens, and the sample has {tokens}")
@@ -106,9 +106,9 @@ NUMBER_REPLY_BYTES = 16
 @dataclass(frozen=True)
 class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
-    fixed length. continues: the last so many of prompt_ids are a response's beginning; no engine is told. routing: the
-    model's, where completions are to have routed_experts. session: requests of one conversation, which share prefixes,
-    have an equal one, and go to one engine where that can be; "": of none."""
+    fixed length. continues: the last tokens of prompt_ids, this many, begin the response; not sent to engines. routing:
+    the model's, where completions are to have routed_experts. session: requests of one conversation, which share
+    prefixes, have an equal one, and go to one engine where that can be; "": of none."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -264,7 +264,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What a probe of a live engine found. Nothing here is assumed; None means that this engine does not tell."""
+    """What a probe of a live engine found. Nothing here is assumed; None means that this engine does not report it."""
 
     dialect: str
     engine_version: str
@@ -284,28 +284,28 @@ class EngineInfo:
     """Of the run that controls the engine; None too where the engine knows no leases."""
     model_config: dict[str, Any] = field(default_factory=dict)
     dp_size: int = 1
-    """Data-parallel replicas behind its one address, where it tells."""
+    """Data-parallel replicas behind its one address, where reported."""
     own_seeds: bool | None = None
-    """Whether the seed of a request is honoured; None where it does not tell, as vLLM, which does."""
+    """Whether the seed of a request is honoured; None if not reported, as by vLLM, which honours it."""
     model_path: str | None = None
-    """Where the server says that it read its model: a directory of its own host, or a name on a hub."""
+    """Where the server read its model: a directory of its own host, or a name on a hub."""
     sleep_levels: tuple[int, ...] = ()
-    """At which levels (dialect.SleepLevel) it can sleep; () also where it does not tell."""
+    """At which levels (dialect.SleepLevel) it can sleep; () also if not reported."""
     role: EngineRole | None = None
     bootstrap_port: int | None = None
     """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
     routed_experts: bool | None = None
-    """Whether it returns the experts that its router chose; None where it does not tell."""
+    """Whether it returns the experts that its router chose; None if not reported."""
     task: str | None = None
-    """generate, classify, or another one of vLLM's; None where it does not tell (a stock vLLM)."""
+    """generate, classify, or another one of vLLM's; None if not reported (a stock vLLM)."""
     max_logprobs: int | None = None
     """How many tokens of one place a vLLM server gives the log-probabilities of, -1: of all."""
     plugin_protocol: int | None = None
-    """rltool.engines.plugin.info.PLUGIN_PROTOCOL there; None without the plugin, or with one that tells none."""
+    """rltool.engines.plugin.info.PLUGIN_PROTOCOL there; None without the plugin, or with one that reports none."""
 
 
 INCOMPLETE_VERSION = "incomplete"
-"""The weight version after an update that failed half-way: the weights are a mixture, which is nobody's version."""
+"""The weight version after an update that failed half-way: partially updated weights match no version."""
 
 ROUTING_KEY_HEADER = "X-SMG-Routing-Key"
 """Request header: sglang-router with policy `manual` keeps equal ones on one worker."""
@@ -337,8 +337,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class EngineCounters:
-    """What an engine tells of its own work. Each is a Tally, or a share in [0, 1] of its last batches where the engine
-    has no counts, or None where it does not tell.
+    """An engine's own counters. Each is a Tally, or a share in [0, 1] of its last batches where the engine
+    has no counts, or None if not reported.
 
     prefix_cache: prompt tokens found in the prefix cache; speculation: draft tokens that were accepted.
     """

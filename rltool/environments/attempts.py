@@ -1,4 +1,4 @@
-"""An environment of several attempts at one answer, with what a checker says in between: reasoning-gym's tasks, for
+"""An environment of several attempts at one answer, with a checker's feedback in between: reasoning-gym's tasks, for
 example."""
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from rltool.errors import UsageError
 
 
 class Attempts:
-    """score: function or import path, f(answer, task) -> float: rltool.environments.scores:reasoning_gym_answer, say.
-    attempts: how many; again: what the model reads after one whose score is below `enough`, with {score} and {left} as
-    they are. system: the first message, if any.
+    """score: function or import path, f(answer, task) -> float: for example
+    rltool.environments.scores:reasoning_gym_answer. attempts: how many; again: what the model reads after one whose
+    score is below `enough`, with {score} and {left} as they are. system: the first message, if any.
 
     Each attempt earns what it adds to the best score so far, so the episode is worth its best attempt.
     """

@@ -1,4 +1,4 @@
-"""Episodes: the policy and an environment speak in turns, and each episode becomes one sample.
+"""Episodes: the policy and an environment take turns, and each episode becomes one sample.
 
 What the model reads is tokenised once, by the chat template, and appended as ids without loss; what it has sampled is
 kept as it was sampled, with its log-probabilities and weight versions, and is never tokenised again.
@@ -134,7 +134,7 @@ class Episodes:
         self, talk: Conversation, reply: Message, step: Step, stop_id: int | None
     ) -> tuple[Conversation, Suffix]:
         if not step.messages:
-            raise EpisodeFailed("step: neither done nor a message: nothing would be said to the model")
+            raise EpisodeFailed("step: neither done nor a message: the model would get no input")
         recorded = (*talk.messages, reply)
         following = replace(talk, messages=(*recorded, *step.messages))
         return following, await self._on_cpu(self._renderer.observation, recorded, following, stop_id)
@@ -160,7 +160,7 @@ class Episodes:
             raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and deadline.expired()
-            reason = f"took longer than deadlines.environment = {seconds:g} s" if late else describe(error)
+            reason = f"took longer than deadlines.call = {seconds:g} s" if late else describe(error)
             raise EpisodeFailed(f"{name}: {reason}") from error
 
     async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:

@@ -111,7 +111,7 @@ def _text(observation: Any) -> str:
 
 
 async def _called(function: Callable[[], Any]) -> Any:
-    """Plain functions in a thread, which nothing ends: deadlines.environment gives up waiting for it."""
+    """Plain functions in a thread, which nothing ends: deadlines.call ends the wait for it."""
     if inspect.iscoroutinefunction(getattr(function, "func", function)):
         return await function()
     found = await _CALLS.run(function, getattr(getattr(function, "func", function), "__qualname__", repr(function)))

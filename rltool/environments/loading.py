@@ -51,7 +51,7 @@ def load_episodes(config: TrainConfig) -> Episodes | None:
         turns=rollout.max_turns,
         turn_tokens=rollout.max_turn_tokens,
         prompt_tokens=config.sampling.max_prompt_tokens,
-        call_seconds=config.deadlines.environment,
+        call_seconds=config.deadlines.call,
     )
     return Episodes(
         make, Renderer(_chat_tokenizer(config), PARSERS[rollout.tool_parser], rollout.template_arguments), limits

@@ -26,7 +26,7 @@ CLOSE_SECONDS = 10.0
 class McpServer:
     """A toolbox: one connection for each episode, so that a server's sessions are the episodes'.
 
-    command: of a server that is started for each episode, and speaks on its stdin and stdout; env: added to the few
+    command: of a server that is started for each episode, over its stdin and stdout; env: added to the few
     variables that such a server gets; url: of one that runs already. key_file: bearer key for the URL. only: names of
     the tools that are offered, () for all. seconds: to connect, and for each request.
     """
@@ -89,7 +89,7 @@ class McpServer:
                 self._connected = True
                 await self._closing.wait()
         except Exception as error:
-            if listed.done():  # what comes later, calls are told themselves
+            if listed.done():  # later failures reach the calls
                 return
             cause = _first(error)
             if not isinstance(cause, UsageError):
@@ -171,7 +171,7 @@ def _text(block: Any) -> str:
 
 
 def _first(error: BaseException) -> BaseException:
-    """Of what task groups have gathered, one that says what happened."""
+    """The one informative exception of a group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -22,7 +22,7 @@ class _Call:
 
 
 class PlainCalls:
-    """At most `at_once` run side by side. One that its caller has given up does not count among them, so that those
+    """At most `at_once` run side by side. One that its caller abandoned does not count among them, so that those
     that hang never stand in the way of others; at `most_hung` the next call is an error that names them.
 
     Not asyncio's own threads: slow functions must not keep the run's other work from them. Daemons: a function that
@@ -43,7 +43,7 @@ class PlainCalls:
             if self._hung.total() >= self._most_hung:
                 names = ", ".join(f"{name}: {count}" for name, count in self._hung.most_common(5))
                 raise UsageError(
-                    f"{self._hung.total()} calls have been given up and still run ({names}), each in a thread, which "
+                    f"{self._hung.total()} calls were abandoned and still run ({names}), each in a thread, which "
                     "nothing can end: give these functions a timeout of their own, make them async, or have them run "
                     "what hangs in a process"
                 )

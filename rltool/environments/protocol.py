@@ -15,7 +15,7 @@ from rltool.rollout.sample import Sample
 @dataclass(frozen=True)
 class Task:
     """A row of the data set, for one sample. row: its number; messages: the row's, or its `prompt` as a user's message;
-    seed: of this sample, for whatever is random in the environment. train_metadata: the sample's own; what is put
+    seed: of this sample, for what is random in the environment. train_metadata: the sample's own; what is put
     there before the episode ends goes with the sample to training. multimodal_inputs: the row's images, video and
     audio by kind, which the policy does not see."""
 
@@ -50,7 +50,7 @@ class Environment(Protocol):
     """`rollout.environment` names a class; it is called with `rollout.environment_arguments` once for each sample, on
     the rollout manager's event loop, and must return at once.
 
-    Every method has `deadlines.environment` seconds. What it raises fails its sample, which is counted.
+    Every method has `deadlines.call` seconds. What it raises fails its sample, which is counted.
     """
 
     async def reset(self, task: Task) -> Start:

@@ -4,7 +4,7 @@ processes, files and output.
 Inside there is no network, no other process, and no file of the host but the system's libraries and this interpreter,
 read-only. What is written goes into memory, up to a limit, and is gone with the program. The end of a program is the
 end of everything that it has started; so is the end of its time, of its caller and of its run.
-sandbox_child.py builds that from Linux namespaces, and says how; a host that does not allow it is an error, never a
+sandbox_child.py builds that from Linux namespaces; a host that does not allow it is an error, never a
 sandbox with a wall less. bubblewrap would build the same mounts and processes; the limits of the group, the user of its
 own and the filter are ours to do with it too, and hosts without it would need a second way that few people try.
 
@@ -34,7 +34,7 @@ SIGNALLED = 128
 LATE_SECONDS = 5.0
 """Beyond its time, for the supervisor of a program to report; then it is ended, and everything with it."""
 END_SECONDS = 5.0
-"""For a killed supervisor to be gone. It alone has our pipes, whatever its program does."""
+"""For a killed supervisor to be gone. It alone has our pipes."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ async def run_program(code: str, limits: Limits | None = None, *, network: bool 
     network: it may use the host's; all other walls stand. UsageError where this host does not allow one of them.
     """
     limits = limits or Limits()
-    most = 4 * limits.output_characters  # bytes that so many characters have at most
+    most = 4 * limits.output_characters  # at most 4 bytes a character
     order = Order(
         deadline=time.monotonic() + limits.seconds,
         cpu_seconds=limits.cpu_seconds,
@@ -146,21 +146,21 @@ def walls_of_this_host() -> tuple[str, ...]:
     what builds them."""
     ran = asyncio.run(run_program("pass", Limits(seconds=60.0)))
     if ran.exit_code != 0:
-        raise UsageError(f"the Python sandbox could not run an empty program on this host: {told(ran)}")
+        raise UsageError(f"the Python sandbox could not run an empty program on this host: {text_of(ran)}")
     return ran.walls
 
 
 async def python(code: str) -> str:
     """Run a Python program and return what it prints. Each call starts anew, without network."""
-    return told(await run_program(code))
+    return text_of(await run_program(code))
 
 
 async def python_with_network(code: str) -> str:
     """Run a Python program and return what it prints. Each call starts anew."""
-    return told(await run_program(code, network=True))
+    return text_of(await run_program(code, network=True))
 
 
-def told(ran: Ran) -> str:
+def text_of(ran: Ran) -> str:
     """What the model reads of it."""
     parts = [ran.output.rstrip("\n")] if ran.output else []
     if ran.cut:

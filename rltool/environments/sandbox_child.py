@@ -6,7 +6,7 @@ its PID 1.) On stdout goes one line of JSON, see `Report`, and then what the pro
 parent of the next:
 
   supervisor  outside; it alone has our caller's pipes, so its end is the end of them. Dies with our caller.
-  PID 1       of a process namespace: with it the kernel ends every process in there, whatever it has done to itself.
+  PID 1       of a process namespace: with it the kernel ends every process in there.
               Dies with the supervisor. The program has no right to trace it, and no signal from inside ends it.
   program     no capability and no way to get one, no name-space calls, a root that has the system's libraries and the
               interpreter, read-only, and two small directories in memory.
@@ -286,7 +286,7 @@ def watched(order: Order, init: int, started: int, output: int) -> tuple[Report,
 
 
 def take(output: int, kept: bytearray, most: int) -> bool:
-    """What is there to read; whatever is more than `most` is thrown away, but for one byte. False at its end."""
+    """What is there to read; what exceeds `most` is thrown away, but for one byte. False at its end."""
     for _ in range(16):  # a program that writes for ever must not keep us from counting
         try:
             data = os.read(output, 65536)

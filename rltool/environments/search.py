@@ -89,7 +89,7 @@ class SearchIndex:
         return [Passage(*row) for row in found]
 
     def _database(self) -> sqlite3.Connection:
-        """A connection of this thread's own. immutable: nobody writes the file, so nothing is locked."""
+        """A connection of this thread's own. immutable: the file is never written, so not locked."""
         if not hasattr(self._local, "database"):
             self._local.database = sqlite3.connect(f"{self._path.as_uri()}?mode=ro&immutable=1", uri=True)
         return self._local.database

@@ -20,13 +20,13 @@ from rltool.errors import UsageError
 from rltool.masking import masked
 
 MAX_RESULT_CHARACTERS = 8192
-"""Of what the model reads of one result; the rest is cut, and the text says so."""
+"""Longest result that the model reads; the rest is cut, with a note."""
 _CALLS = PlainCalls()
 _KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class ModelTool(Protocol):
-    """What the model may call, whatever is behind it."""
+    """What the model may call."""
 
     @property
     def name(self) -> str: ...
@@ -68,7 +68,7 @@ class Tool:
 
     async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
         """The result as text. What is wrong with the arguments, what the function raises, and that it was late is text
-        too, for the model to read; a UsageError, which is the user's to mend, is raised.
+        too, for the model to read; a UsageError, which the user must fix, is raised.
 
         A plain function runs in a thread, which nothing ends: one that may hang belongs into a process (sandbox.py).
         Too many that hang are a UsageError.
@@ -94,7 +94,7 @@ class Tool:
 
 
 def make_tool(function: Callable[..., Any] | str) -> Tool:
-    """A tool of a function, or of its import path. Its name, docstring and type hints are what the model is told;
+    """A tool of a function, or of its import path. Its name, docstring and type hints are what the model sees;
     `Annotated[int, "what it is"]` describes a parameter. UsageError for a signature that is no JSON schema."""
     if isinstance(function, str):
         function = load_callable(function, setting="tools")

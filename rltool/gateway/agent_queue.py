@@ -1,8 +1,8 @@
 """Episodes for agents on other hosts: who waits for a worker, who has one, what came of it. Pure but for the clock.
 
-The trainer puts an episode in and asks for its outcome; a worker takes one, says that it lives, and reports. An
+The trainer puts an episode in and asks for its outcome; a worker takes one, sends heartbeats, and reports. An
 episode is given out once: where its worker falls silent it has failed, and the trainer tries again in a new session.
-What nobody asks for any more is dropped, so that the episodes of a dead trainer are not run.
+Episodes whose trainer stopped asking are dropped: those of a dead trainer are not run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from rltool.gateway.errors import NotFound
 
 SILENCE_SECONDS = 30.0
-"""After which a worker, or a trainer, that says nothing counts as gone. Both say something every few seconds."""
+"""After which a silent worker or trainer counts as gone. Both send something every few seconds."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class AgentQueue:
         return None
 
     def alive(self, episode_id: str) -> None:
-        """NotFound where the worker is to end it: nobody wants it any more."""
+        """NotFound where the worker is to end it: it is not wanted any more."""
         episode = self._find(episode_id)
         if episode.outcome is not None:
             raise NotFound(f"episode {episode_id[:64]!r} has an outcome already")

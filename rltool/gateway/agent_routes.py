@@ -73,7 +73,7 @@ class AgentRoutes:
         worker = str(body.get("worker") or request.remote)
 
         def take() -> QueuedEpisode | None:
-            # aiohttp lets a handler go on whose client has gone: what it took nobody would run.
+            # aiohttp runs a handler on when its client has gone: the episode that it took would never run.
             return self._queue.take(worker) if request.transport is not None else None
 
         taken = await self._until(take, _wait(request))

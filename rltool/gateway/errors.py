@@ -1,4 +1,4 @@
-"""What the gateway refuses, whatever the API; each translator says it in its own API's error format."""
+"""What the gateway refuses, in any API; each translator formats it as its API's error."""
 
 from __future__ import annotations
 

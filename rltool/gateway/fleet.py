@@ -110,7 +110,7 @@ async def views_on_stdin() -> AsyncIterator[FleetView]:
 
 
 class FollowingFleet(Fleet):
-    """A fleet that knows of weights what another fleet says, and of health what it finds by itself."""
+    """A fleet whose weight states follow another fleet's, and whose health states come from its own probes."""
 
     def __init__(self, policy: FleetPolicy, *, clock: Callable[[], float]) -> None:
         super().__init__(policy, clock=clock)
@@ -120,7 +120,7 @@ class FollowingFleet(Fleet):
         """The boot id of each engine in the last view."""
 
     def probe_succeeded(self, url: str, info: EngineInfo, *, sent_at: float) -> None:
-        # An engine may be probed between its update and the view that says so: its new version is no fault.
+        # An engine may be probed between its update and the view that shows it: its new version is no fault.
         super().probe_succeeded(url, replace(info, weight_version=None), sent_at=sent_at)
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
@@ -189,7 +189,7 @@ class FollowingFleet(Fleet):
             if self.member(url).state is State.PAUSED:
                 self.resume(url)
             if self.member(url).state in (State.READY, State.STALE, State.SUSPECT):
-                self.drain(url, "told to leave the run")
+                self.drain(url, "removed from the run")
         elif not engine.takes_weights:  # of its health this fleet knows by itself
             if wanted is State.ASLEEP and state is State.READY:
                 self.fall_asleep(url)

@@ -42,7 +42,7 @@ class GatewayPlan:
 
 def plan_gateway(addresses: Sequence[str], router: str | None, run_name: str | None) -> GatewayPlan:
     """Engines, router and run. Without addresses and router: the endpoints.json of the run. With @FILE of a run
-    directory and no run name, that run; else the named or newest run, or a fresh one. Raises UsageError."""
+    directory and no run name, that run; else the named or newest run, or a new one. Raises UsageError."""
     files = files_in(addresses)
     if not addresses and router is None:
         run = open_run(run_name, create=False)
@@ -80,9 +80,9 @@ def start_gateway(
     with reserved_ports(1, host=config.host, first=config.port) as reserved:
         port = reserved.ports[0]
         url = http_url(config.host, port)
-        told = config.model_copy(update={"port": port}).model_dump_json()
+        own = config.model_copy(update={"port": port}).model_dump_json()
         # -P: it runs in the user's directory, whose modules it must not pick up.
-        argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", told, "--parts", parts.model_dump_json())
+        argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", own, "--parts", parts.model_dump_json())
         reserved.release()
         process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
 
@@ -123,10 +123,10 @@ def _served_name(infos: Sequence[EngineInfo]) -> str:
 
 
 def _max_model_len(config: GatewayConfig, infos: Sequence[EngineInfo]) -> int:
-    told = [info.max_model_len for info in infos if info.max_model_len is not None]
-    if config.max_model_len is None and not told:
-        raise UsageError("nobody tells how long a sequence may be (a router does not): give --max-model-len TOKENS")
-    return min([*told, *([config.max_model_len] if config.max_model_len is not None else [])])
+    limits = [info.max_model_len for info in infos if info.max_model_len is not None]
+    if config.max_model_len is None and not limits:
+        raise UsageError("the longest sequence is unknown (a router does not report it): give --max-model-len TOKENS")
+    return min([*limits, *([config.max_model_len] if config.max_model_len is not None else [])])
 
 
 def _tokenizer(config: GatewayConfig, infos: Sequence[EngineInfo]) -> Path:

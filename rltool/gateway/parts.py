@@ -1,4 +1,4 @@
-"""What the command has found out and the gateway's process is told. Paths, no keys: it travels in argv."""
+"""What the command passes to the gateway's process. Paths, no keys: it travels in argv."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rltool.gateway.errors import BadRequest
 from rltool.gateway.session import Session
 from rltool.gateway.trajectory import Turn
 
-EDITED = "the messages do not continue any recorded turn: the agent edited its history, or another agent speaks"
+EDITED = "the messages do not continue any recorded turn: the agent edited its history, or another one writes"
 REWRITTEN = "the chat template writes earlier turns differently now, as templates that drop reasoning do"
 ANOTHER = "another continuation of a turn that was continued already"
 AFTER_STOP = "the prompt goes on where the model had stopped: its stop token is not part of it"
@@ -59,7 +59,7 @@ def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
         return Plan(array("i", whole.token_ids), None, 0, reason, whole.reasoning_open, sent.messages)
     recorded = base.history or ()
     new = sent.messages[len(recorded) :]
-    # What the model said is taken from the record: the agent's copy lacks its reasoning, perhaps.
+    # The model's messages are taken from the record: the agent's copy lacks its reasoning, perhaps.
     known = replace(sent, messages=(*recorded, *new))
     suffix = renderer.extension(recorded, known, base.stop_id)
     if suffix is None:

@@ -21,7 +21,7 @@ _KEY_BYTES = 32
 
 class Sessions:
     """clock: seconds since the epoch; on_end: called with the id of a session that has ended. Sessions of an earlier
-    gateway are read from disk when somebody asks for them."""
+    gateway are read from disk when asked for."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Sessions:
         self._on_end = on_end
         self._living: dict[str, Session] = {}
         self._asleep = store.open_sessions()
-        """Those on disk that nobody has asked for yet, and when they were last written."""
+        """Those on disk not yet asked for, and when they were last written."""
         self.counts: Counter[str] = Counter(resumable=len(self._asleep))
         """Events since the start: opened, ended, timed_out; resumable: found at the start."""
 
@@ -61,7 +61,7 @@ class Sessions:
         return session, key
 
     def find(self, session_id: str) -> Session:
-        """An open session. Raises NotFound, which says so where it has ended."""
+        """An open session. Raises NotFound, with a message of its own for one that has ended."""
         session = self._living.get(session_id)
         if session is None:
             session = self.look(session_id)
@@ -94,7 +94,7 @@ class Sessions:
         self.counts["ended"] += 1
 
     def expire(self) -> int:
-        """End what nobody has used for the idle time-out; how many those were. One that cannot be ended, such as one
+        """End sessions unused for the idle time-out; how many. One that cannot be ended, such as one
         whose file is damaged, holds up no other: RltoolError names all such, at the end."""
         oldest = self._clock() - self._idle
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]

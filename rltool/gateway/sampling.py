@@ -1,7 +1,7 @@
 """The run's sampling wins: which fields of a request would change the distribution, and what becomes of them. Pure.
 
 Tokens are trained as samples of the policy at the run's temperature. A request for another distribution is served with
-the run's own, and told so, or refused. A field that nobody here knows may be such a one, so it is treated as one.
+the run's own (and logged), or refused. An unknown field is treated as one of these.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def not_followed(
 ) -> tuple[str, ...]:
     """Fields of a request that are not followed, sorted; BadRequest for the first of them where such are refused.
 
-    followed: fields that the translator reads, or that have no influence on what the model says.
+    followed: fields that the translator reads, or that do not change what the model generates.
     """
     own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
 

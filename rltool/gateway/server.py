@@ -37,7 +37,7 @@ from rltool.gateway.turns import Ended, Turns
 from rltool.processes.tasks import Background
 
 PING_SECONDS = 10.0
-"""A turn that takes longer begins its stream before it has anything to say: clients and proxies give silent
+"""A turn that takes longer begins its stream before it has any content: clients and proxies give silent
 connections up. A failure before that is a plain HTTP error."""
 SHUTDOWN_SECONDS = 5.0
 """For turns in progress, when the gateway is stopped."""

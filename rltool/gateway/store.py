@@ -52,7 +52,7 @@ class SessionStore:
         }
 
     def load(self, session_id: str) -> Session | None:
-        """The session as its file tells it, ended or not; None where there is none. RltoolError for a damaged file."""
+        """The session in its file, ended or not; None where there is none. RltoolError for a damaged file."""
         file = self.path(session_id)
         try:
             lines = _complete_lines(file)

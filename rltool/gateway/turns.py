@@ -1,4 +1,4 @@
-"""One turn: limits, the plan, an engine, what was said, the record. What an agent sees of it is for the translators."""
+"""One turn: limits, plan, engine, reply, record. Translators make the agent's response of it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Ended:
 
 
 class Turns:
-    """cpu: where templates and tokenizers run, one call at a time, so that a long conversation holds up nobody's
+    """cpu: where templates and tokenizers run, one call at a time, so that a long conversation does not hold up any
     stream."""
 
     def __init__(

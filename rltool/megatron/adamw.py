@@ -34,6 +34,17 @@ class GroupStepAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     @torch.no_grad()
+    def make_moments(self) -> None:
+        """Zeros, of every parameter that has none yet."""
+        for group in self.param_groups:
+            self._make_moments(group["params"])
+
+    def _make_moments(self, params: Iterable[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+
+    @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # Megatron has none
         for group in self.param_groups:
             done = int(group.get("step", 0))
@@ -41,9 +52,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+            self._make_moments(params)
             self._update(group, params, done)
 
     def _update(self, group: dict[str, Any], params: list[Tensor], done: int) -> None:

@@ -25,6 +25,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from rltool.errors import RltoolError, UsageError
+from rltool.terminal import write_line
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ Kernel = Callable[[Tensor, Tensor, Tensor, PackedSeqParams, float | None, int | 
 `packed` has the boundaries of the blocks of queries and of the keys that each block sees; the last query of a block
 belongs to its last key. window: how many keys a query sees, its own included; None: all before it.
 """
+
+TORCH_LABEL = "torch's FlashAttention 2"
 
 TOLERANCE = 0.02
 """Largest relative difference (2-norm) of results and gradients in 16 bit: two right kernels differ by a few
@@ -91,6 +94,7 @@ def kernel_for(
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None
     if backend == "torch":
+        _say_once(f"attention: {TORCH_LABEL}")
         return torch_attention
     blocks = packed.cu_seqlens_kv is not packed.cu_seqlens_q
     heads, groups, dim = query.size(1), key.size(1), query.size(2)
@@ -101,6 +105,18 @@ def kernel_for(
 def judged(shape: Shape, backend: Backend = "auto") -> Kernel:
     """The first of `OTHERS` (or of them the demanded one) that agrees with torch's kernel, else torch's; RltoolError
     if one is demanded and does not."""
+    name, kernel = _chosen(shape, backend)
+    _say_once(f"attention: {name}")
+    return kernel
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    """Of a few shapes with the same answer one."""
+    write_line(line)
+
+
+def _chosen(shape: Shape, backend: Backend) -> tuple[str, Kernel]:
     for name, other in OTHERS.items():
         if backend not in ("auto", name):
             continue
@@ -110,12 +126,12 @@ def judged(shape: Shape, backend: Backend = "auto") -> Kernel:
             continue
         problem = _problem(other.kernel, shape)
         if problem is None:
-            return other.kernel
+            return other.label, other.kernel
         message = f"{other.label}'s attention for {shape.heads} heads in {shape.groups} groups of {shape.dim} {problem}"
         if backend == name:
             raise RltoolError(f'{message}; set trainer.attention = "torch"')
         logger.warning("%s; it is not used", message)
-    return torch_attention
+    return TORCH_LABEL, torch_attention
 
 
 def _problem(kernel: Kernel, shape: Shape) -> str | None:

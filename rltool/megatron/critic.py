@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.gae import value_is_clipped, value_loss
 from rltool.config.algorithm import CriticConfig
-from rltool.config.train import OptimizerConfig
+from rltool.config.sections import OptimizerConfig
 from rltool.megatron import loss
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, output_hidden_states

@@ -175,7 +175,7 @@ class PackedCausalAttention(MegatronModule):
         return out if packed.slots is None else out.index_select(0, packed.slots)
 
     def _mask(self, packed: PackedSequences) -> Tensor | None:
-        """What each query sees in the padded layout, True; None where plain causality says it."""
+        """What each query sees in the padded layout, True; None where it is plain causality."""
         window = self._window(packed)
         if window is None and packed.keys is None:
             return None

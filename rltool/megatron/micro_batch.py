@@ -59,11 +59,12 @@ def prepare(
         held = to_device(held, device) if len(held) < len(rows) else None
     at_targets: dict[str, Tensor] = {}
     for name, item in fields_of(batch).items():
-        if (values := getattr(batch, name)) is None:
+        if getattr(batch, name) is None:
             continue
         if item.cut == "target":
-            at_targets[name] = to_device(values[wanted], device)
+            at_targets[name] = to_device(batch.at_tokens(name)[wanted], device)
         elif item.cut == "input" and name in inputs:
+            values = batch.at_tokens(name)
             packed.inputs[name] = to_device(packed.place_row(values, item.filler(values.dtype)), device)
     return MicroBatch(
         batch=batch,

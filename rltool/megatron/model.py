@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from rltool.config.train import TrainerConfig
+from rltool.config.sections import TrainerConfig
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.family_layers import (
@@ -67,7 +67,7 @@ def transformer_config(
         # The loss is divided by the global token count by the trainer; without this, DistributedDataParallel would also
         # divide.
         calculate_per_token_loss=True,
-        # Packed rows differ in length, and pipeline stages must tell each other; Megatron then insists on this
+        # Packed rows differ in length, and pipeline stages exchange the lengths; Megatron then insists on this
         # dispatcher even for a model without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -105,7 +105,7 @@ def build_model(
 ) -> GPTModel:
     """The model, its weights uninitialised: load by `hf_weights` or a checkpoint. Logits stay vocabulary-parallel.
 
-    trainer: what it says beside the layout (recompute, sequence parallelism); None: its defaults.
+    trainer: its settings beside the layout (recompute, sequence parallelism); None: its defaults.
     """
     trainer = trainer or TrainerConfig()
     check_layout(family, coordinates.layout, sequence_parallel=trainer.sequence_parallel)

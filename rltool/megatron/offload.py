@@ -3,7 +3,7 @@
 Only the storages below the tensors are emptied: every tensor, and every view that Megatron has of a buffer, stays the
 object that it is and finds its bytes again after `onload`, at another address. In between none of them may be touched.
 On the CPU it works alike: the bytes move to another buffer. There numpy may have borrowed a storage (`Tensor.numpy`),
-which torch then refuses to empty: its bytes are overwritten, so that whoever touches them meets NaN.
+which torch then refuses to empty: its bytes are overwritten, so that any use meets NaN.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BORROWED = 0xFF
 
 
 class DeviceFull(RltoolError):
-    """What was offloaded does not fit on its device any more: somebody else holds it."""
+    """What was offloaded does not fit on its device any more: another process holds the memory."""
 
 
 def tensors_of(ddp: Any, optimizer: Any) -> dict[Part, list[Tensor]]:
@@ -87,6 +87,10 @@ class Offloader:
             self._away[part] = away
             for storage in away.storages:
                 _empty(storage)
+        self.give_back()
+
+    def give_back(self) -> None:
+        """What torch has cached of the device's memory, and nothing uses."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -10,8 +10,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import MegatronModule
 
-from rltool.config.train import OptimizerConfig
+from rltool.config.sections import OptimizerConfig
 from rltool.errors import UsageError
+from rltool.megatron.adamw import GroupStepAdamW
 from rltool.megatron.patches import use_group_step_adamw, use_multi_tensor_kernels
 
 # What a resumed run takes from its own configuration rather than from the checkpoint's parameter groups.
@@ -23,7 +24,7 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """The optimizer of this rank's parameters. Biases and norms have no weight decay (Megatron's default).
 
-    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must say
+    distributed: this rank holds fp32 weights and moments of its share only; `model`'s data-parallel wrapper must have
         the same.
     """
     use_group_step_adamw()
@@ -76,6 +77,13 @@ def build_schedule(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def make_moments(optimizer: Any) -> None:
+    """Adam's state before its first step, as that would make it."""
+    for each in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(each.optimizer, GroupStepAdamW):
+            each.optimizer.make_moments()
 
 
 def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer) -> None:

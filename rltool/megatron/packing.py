@@ -28,7 +28,7 @@ class PackedSequences(PackedSeqParams):
     inputs: [T, ...] by name, on the device, what the model reads of each token beside it: fields of the batch that are
         cut so (algorithms/fields.py)
 
-    The format says "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every
+    The format is "sbhd", not Megatron's "thd": its thd path splits queries and keys into single sequences in every
     layer to rotate them, which costs more than the attention on short samples. `RotaryPositions` rotates by
     `positions`.
     """

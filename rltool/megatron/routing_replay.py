@@ -5,7 +5,7 @@ Which experts those are travels with the packed tokens (`PackedSequences.inputs`
 to its router just before it runs: so whichever micro-batch a pipeline stage computes, and when a layer is computed
 again in the backward pass, the router sees what belongs to the tokens at hand. Megatron's own `RouterReplay` keeps a
 queue of micro-batches per router and one list of all routers of the process, a critic's among them, and wants to be
-told before each backward pass; of Megatron only the place is used where its router asks for such an object.
+set before each backward pass; of Megatron only the place is used where its router asks for such an object.
 """
 
 from __future__ import annotations

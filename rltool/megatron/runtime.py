@@ -38,7 +38,7 @@ class RendezvousFailed(RltoolError):
 
 
 class OtherRankFailed(RltoolError):
-    """Something that one rank does for all of them failed there; that rank's own error says what."""
+    """Something that one rank does for all of them failed there; that rank's own error has the cause."""
 
     of_a_peer = True
 
@@ -191,7 +191,7 @@ class Runtime:
         if failure is not None:
             raise failure
         if any(failed):
-            raise OtherRankFailed(f"{what} failed on rank {failed.index(1.0)}; its own error says why")
+            raise OtherRankFailed(f"{what} failed on rank {failed.index(1.0)}; its own error has the cause")
         return cast(T, result)
 
     def close(self) -> None:

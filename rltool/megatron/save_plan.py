@@ -2,7 +2,7 @@
 
 Megatron-core's own asynchronous save forks writers from a process full of threads, needs a manager process, and
 finishes with collectives of the training ranks. Here its plan and its file format are kept, and the writing is done by
-whoever holds the plan: every rank its own files, in threads, then rank 0 the description of the whole.
+the holders of the plan: every rank its own files, in threads, then rank 0 the description of the whole.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class SavePlan:
     def _write_bucket(self, index: int, bucket: Any) -> Any:
         transforms = [self.writer.transforms] if hasattr(self.writer, "transforms") else []
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        # Megatron's function tells its caller that it has ended by taking from this queue.
+        # Megatron's function signals its end by taking from this queue.
         running: queue.Queue[int] = queue.Queue()
         running.put(index)
         # Annotated with the queues of processes; of these it calls put and get.

@@ -25,7 +25,7 @@ def gpu_rank_threads(ranks_on_host: int, cpus: int) -> int:
 def wanted_threads(
     configured: int | None, *, on_gpu: bool, ranks_on_host: int, environment: Mapping[str, str] = os.environ
 ) -> int | None:
-    """What trainer.torch_threads says, else on a GPU `gpu_rank_threads`; None: torch's own choice.
+    """trainer.torch_threads, else on a GPU `gpu_rank_threads`; None: torch's own choice.
 
     OMP_NUM_THREADS is torch's own choice as well: a user sets it, or Ray does, to the CPUs of the actor.
     """

@@ -1,4 +1,4 @@
-"""The output head where single tokens of each position are told apart from the rest: a teacher's most probable ones,
+"""The output head where single tokens of each position are separate from the rest: a teacher's most probable ones,
 and what the policy gives to these and to all others together.
 
 As in `output_head` the logits exist for a chunk of positions at a time, on each tensor-parallel rank for its slice of
@@ -80,7 +80,7 @@ def head_logprobs_of(
     position, and of all others together. Differentiable through all four.
 
     An id below 0 stands for no token: its value is 0, without a gradient. What is passed back to the logits of the
-    given tokens and of the target is computed for them alone, in fp32, whatever `keep` says.
+    given tokens and of the target is computed for them alone, in fp32, whatever `keep` is.
     """
     keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     given = hidden, weight, targets, ids, temperature, vocab_size, group, chunk, keep
@@ -113,7 +113,7 @@ def _slice(weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None) -> 
 
 
 def _no_statistics(rows: int, device: torch.device) -> Tensor:
-    """[4, R], what `vocabulary_statistics` would say of no column at all."""
+    """[4, R], `vocabulary_statistics` of no column."""
     stats = torch.zeros(4, rows, dtype=torch.float32, device=device)
     stats[0] = torch.finfo(torch.float32).min
     return stats

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import OptimizerConfig, TrainerConfig
+from rltool.config.sections import OptimizerConfig, TrainerConfig
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
@@ -59,7 +59,7 @@ class Setup:
 class TrainedModel(ABC):
     """One model in training. `gpt` is the model, `ddp` the same with its gradients' buffers around it.
 
-    A subclass says how it is built and what it computes from hidden states.
+    A subclass defines how it is built and what it computes from hidden states.
     """
 
     own_part: ClassVar[str | None] = None
@@ -150,8 +150,18 @@ class TrainedModel(ABC):
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
         """Give these parts' memory on the device to others, until `onload`. No collective; parts that are away stay
-        so."""
+        so. An optimizer that has made no step yet gets its moments, which are zeros, at once: the host's memory for
+        them is then allocated with the rest, and not in the first step."""
+        if "optimizer" in parts and "optimizer" not in self.away:
+            optim.make_moments(self.optimizer)
         self._offloader.offload(parts)
+
+    def give_back(self, parts: Sequence[Part]) -> None:
+        """In place of `offload` where nothing needs to leave: the device's memory that torch has kept of a step's
+        activations. Moments are made before there are any, or would lie between them."""
+        if "optimizer" in parts:
+            optim.make_moments(self.optimizer)
+        self._offloader.give_back()
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
         """Exactly as they were. Raises DeviceFull; parts that are there stay so."""

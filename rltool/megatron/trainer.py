@@ -1,6 +1,6 @@
 """One rank of the trainer: log-probabilities, one optimizer step at a time, weights out, state for checkpoints.
 
-Plain Python around Megatron-core: whoever calls it decides about processes. Everything here is collective: all ranks
+Plain Python around Megatron-core: its caller decides about processes. Everything here is collective: all ranks
 call the same methods in the same order, from one thread each. Files of checkpoints are the business of
 rltool.checkpoints.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.export_plan import full_plan
@@ -190,6 +190,20 @@ class MegatronTrainer(TrainedModel):
             return first_of(self._compute(micro_batches, loss.predicted_rows))
 
     @in_megatron
+    def warm_up(self) -> None:
+        """Compute on a few tokens what every step computes: attention's and other kernels are compiled then, which on a
+        GPU takes 10 to 30 s the first time. No state changes: no optimizer step is made, and the gradients are
+        discarded."""
+        batch = probe_batch(self.family.vocab_size)
+        self.compute_logprobs([batch])
+        if self.inputs() or self.algorithm.uses_teacher_topk:  # the loss would need fields that this batch lacks
+            return
+        self._gradients(
+            [batch], lambda micro, *outputs: (outputs[0].sum(), {}), [], global_loss_tokens=batch.num_loss_tokens
+        )
+        self.discard_gradients()
+
+    @in_megatron
     @torch.no_grad()
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
         """As `compute_logprobs` of the policy, but [2, T]: below the log-probabilities the entropy of the distribution
@@ -198,9 +212,9 @@ class MegatronTrainer(TrainedModel):
 
     @in_megatron
     @torch.no_grad()
-    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[TopK] | None:
-        """Per micro-batch the teacher's algorithm.distill_top_k most probable tokens at each token with a loss, at
-        `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
+    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[dict[str, Tensor]] | None:
+        """Per micro-batch, as fields of it, the teacher's algorithm.distill_top_k most probable tokens at each token
+        with a loss, at `temperature`, [T, K] on the CPU; 0 elsewhere. Ranks and errors as for `compute_logprobs`."""
 
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> TopK:
             states = self._states(micro, hidden, gradient_in_parts=True)
@@ -209,7 +223,9 @@ class MegatronTrainer(TrainedModel):
 
         with self._with_weights("teacher"):
             rows = self._run(self._prepare(micro_batches, loss.loss_rows), result, forward_only=True)
-        return [TopK(ids.cpu(), values.cpu()) for ids, values in rows] if self.coordinates.returns_logprobs else None
+        if not self.coordinates.returns_logprobs:
+            return None
+        return [{"teacher_topk_ids": ids.cpu(), "teacher_topk_logprobs": values.cpu()} for ids, values in rows]
 
     def outputs(self, micro: MicroBatch, hidden: Tensor) -> tuple[Tensor, ...]:
         """Log-probability and entropy of micro.rows, over the tokens that were left to choose from."""
@@ -241,7 +257,7 @@ class MegatronTrainer(TrainedModel):
         return logprobs, entropy, *self._on_all_context_ranks(micro, found.topk), tail
 
     def _head(self) -> dict[str, Any]:
-        """What all functions of the output head are told."""
+        """The arguments of all functions of the output head."""
         return {
             "temperature": self.temperature,
             "vocab_size": self.family.vocab_size,
@@ -340,3 +356,13 @@ class MegatronTrainer(TrainedModel):
     def close(self) -> None:
         """Leaves the process groups. Idempotent."""
         self.runtime.close()
+
+
+def probe_batch(vocab_size: int) -> TrainBatch:
+    """Two sequences of 64 tokens, all of which but the first have a loss."""
+    lengths = torch.tensor([64, 64])
+    mask = torch.ones(128).index_fill(0, torch.tensor([0, 64]), 0.0)
+    return TrainBatch(
+        tokens=torch.arange(128) % vocab_size, lengths=lengths, loss_mask=mask, rewards=torch.zeros(2),
+        group_ids=torch.zeros(2, dtype=torch.int64), loss_weights=mask,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """The mapping between a Hugging Face checkpoint and a Megatron model, parameter by parameter. A family fills it in.
 
-Nothing here knows Megatron or files: a `Parameter` says how HF tensors become one Megatron tensor, how that tensor is
-cut over tensor-parallel ranks, and both ways back.
+Nothing here knows Megatron or files: a `Parameter` defines how HF tensors become one Megatron tensor, how that tensor
+is cut over tensor-parallel ranks, and both ways back.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What the decoder families share: RMSNorm, rotary positions, grouped queries, gated MLP.
-A family says where it differs."""
+A family states its differences."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refuse(config: dict[str, Any], **allowed: Any) -> None:
 
 
 def refuse_sliding_window(config: dict[str, Any]) -> None:
-    """UsageError when a Qwen config says that layers use a sliding window.
+    """UsageError when a Qwen config has layers with a sliding window.
     `sliding_window` alone is only a number there."""
     if config.get("use_sliding_window") or any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         raise UsageError(

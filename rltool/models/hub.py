@@ -19,8 +19,8 @@ def local_model(path: Path, *, setting: str = "model.path") -> Path:
     """The directory of a model: `path` itself, or, where it is OWNER/NAME or OWNER/NAME@REVISION
     and there is no path OWNER, that of the hub's cache.
 
-    Anything else is returned as it is, for whoever reads it to say what is wrong. Raises UsageError for a model that
-    cannot be fetched, and says which of its files are missing where HF_HUB_OFFLINE forbids to fetch them.
+    Anything else is returned as it is, for its reader to report what is wrong. Raises UsageError for a model that
+    cannot be fetched, and names the missing files where HF_HUB_OFFLINE forbids to fetch them.
     """
     found = _HUB_NAME.match(str(path))
     if found is None or Path(found["name"]).parent.exists():

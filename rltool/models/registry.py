@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from rltool.config.base import is_list, is_table
 from rltool.errors import UsageError
 from rltool.models import deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rltool.models.base import Family
@@ -23,17 +24,14 @@ def family_for(hf_config: dict[str, Any]) -> Family:
     """The model that this config.json describes. UsageError for an architecture or a feature that is not
     implemented."""
     architectures: Any = hf_config.get("architectures") or []
-    if not isinstance(architectures, list) or not all(
-        isinstance(name, str) for name in cast("list[Any]", architectures)
-    ):
+    if not is_list(architectures) or not all(isinstance(name, str) for name in architectures):
         raise UsageError(f"config.json: architectures = {architectures!r}, expected a list of names")
-    names = cast("list[str]", architectures)
-    known = [name for name in names if name in _BUILDERS]
+    known = [name for name in architectures if name in _BUILDERS]
     if not known:
-        found = ", ".join(names) or "none named"
+        found = ", ".join(architectures) or "none named"
         raise UsageError(
             f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
-            f"A family is about a screen of code: {HOW_TO_ADD}, tells how to add one"
+            f"A family is about a screen of code: {HOW_TO_ADD}, describes how to add one"
         )
     try:
         return _BUILDERS[known[0]](hf_config)
@@ -52,6 +50,6 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(config, dict):
+    if not is_table(config):
         raise UsageError(f"{path} holds a {type(config).__name__}, expected a JSON object")
-    return cast("dict[str, Any]", config)
+    return config

@@ -40,7 +40,7 @@ def rotary(head_dim: int, config: dict[str, Any], settings: dict[str, Any] | Non
 
 
 def inverse_frequencies(head_dim: int, settings: dict[str, Any]) -> Tensor:
-    """[head_dim / 2] float32: theta^(-2i/d) (Su et al. 2021), scaled as `rope_type` says.
+    """[head_dim / 2] float32: theta^(-2i/d) (Su et al. 2021), scaled by `rope_type`.
 
     "linear" divides all by `factor` (Chen et al. 2023). "llama3" divides long wavelengths by `factor`, keeps short ones
     and interpolates between, as in Llama 3.1's reference implementation. "yarn" does so by the number of turns within

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory: the safetensors with what their headers say, and whether it has a tokenizer.
+"""The files of a Hugging Face directory: the safetensors with their headers, and whether it has a tokenizer.
 Needs no torch, so that serve-engines can look before an engine does.
 
 Format: 8 bytes little-endian header length, JSON header, data.
@@ -78,5 +78,5 @@ def read_header(path: Path, stream: BufferedReader) -> tuple[dict[str, Any], int
     except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise TensorFileDamaged(f"{path}: the header cannot be read: {error!r}") from error
     if size != 8 + length + end:
-        raise TensorFileDamaged(f"{path} has {size} bytes, its header says {8 + length + end}; copy it again")
+        raise TensorFileDamaged(f"{path} has {size} bytes, its header needs {8 + length + end}; copy it again")
     return entries, 8 + length

@@ -21,15 +21,15 @@ _FINAL = (0, 2, 130, ENDED_FOR_GOOD)
 
 
 class Attempts:
-    """command(n): the argv of attempt n, from 1. restarts: how many may follow the first. stopped(pid): somebody asked
+    """command(n): the argv of attempt n, from 1. restarts: how many may follow the first. stopped(pid): a user asked
     for the end of this attempt, which was killed. on_fault: called after each; returns what a next one would go on
-    from. say: gets one line for each restart."""
+    from. log: gets one line for each restart."""
 
     def __init__(
-        self, command: Callable[[int], Sequence[str]], *, restarts: int, say: Callable[[str], None],
+        self, command: Callable[[int], Sequence[str]], *, restarts: int, log: Callable[[str], None],
         stopped: Callable[[int], bool], on_fault: Callable[[], str],
     ) -> None:  # fmt: skip
-        self._command, self._restarts, self._say, self._stopped = command, restarts, say, stopped
+        self._command, self._restarts, self._log, self._stopped = command, restarts, log, stopped
         self._on_fault = on_fault
         self._child: subprocess.Popen[bytes] | None = None
         self._signalled: int | None = None
@@ -51,11 +51,11 @@ class Attempts:
                 if self._signalled:
                     break
                 if number > self._restarts:
-                    self._say(
+                    self._log(
                         f"attempt {number} {describe_exit(code)}, and --restarts {self._restarts} is used up"
                     )
                     break
-                self._say(
+                self._log(
                     f"attempt {number} {describe_exit(code)}, see its error above: restart {number} of "
                     f"{self._restarts}, from {start}"
                 )
@@ -70,7 +70,7 @@ class Attempts:
         return self._child
 
     def _start(self, number: int) -> bool:
-        """False after a signal, which came while nothing ran: there is nobody else to obey it."""
+        """False after a signal, which came while no attempt ran."""
         with deferred_interrupts():
             if self._signalled:
                 return False

@@ -74,7 +74,7 @@ def _wait(pid: int, reading: int) -> int:
             return 0
         _, status = os.waitpid(pid, 0)
     code = os.waitstatus_to_exitcode(status)
-    return code if code >= 0 else 128 - code  # as a shell says it
+    return code if code >= 0 else 128 - code  # as shells do
 
 
 def _hand_on(pid: int, number: int, _frame: object) -> None:

@@ -1,6 +1,6 @@
 """What of a dead process' log an error message quotes: the exception that ended it, and the last lines.
 
-A Python server that dies says why once, and then prints for a page what it leaked. The cause is what comes first.
+A Python server that dies logs the cause once, then a page of what it leaked. The cause comes first.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 from rltool.processes.logs import last_lines
 
 SEARCHED_LINES = 600
-"""Below the cause stand the tracebacks of whoever waited for the process that died, and what was leaked."""
+"""Below the cause stand the tracebacks of processes that waited for the dead one, and leaks."""
 
 _PREFIX = r"(?:\([\w ]+ pid=\d+\) )?(?:(?:ERROR|CRITICAL|WARNING|INFO) [\d: .-]+\[[\w.]+:\d+\] )?"
 """What vLLM puts before a line: the process, the level, the place."""
 _EXCEPTION = re.compile(rf"^{_PREFIX}(?:\w+\.)*\w+(?:Error|Exception)\b(?::.*)?$")
 _DEATH = re.compile(r"\bdied unexpectedly\b")
-"""What vLLM says of a worker that was killed, which could say nothing itself."""
+"""What vLLM logs of a worker that was killed, which could log nothing itself."""
 _TRACEBACK = re.compile(rf"^{_PREFIX}Traceback \(most recent call last\):")
 _CONSEQUENCE = re.compile(
     r"(?:EngineDeadError|BrokenPipeError|ConnectionResetError|CancelledError|TimeoutError|ProcessLookupError"

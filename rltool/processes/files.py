@@ -1,4 +1,4 @@
-"""Files that are either old or new, never half written, whoever reads them meanwhile."""
+"""Files that are either old or new, never half written, for any reader."""
 
 from __future__ import annotations
 

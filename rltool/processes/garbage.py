@@ -1,8 +1,8 @@
-"""When Python looks for cycles of objects that nobody holds: not while engines stand still, and not among what was
+"""When Python collects cycles: not while engines stand still, and not among what was
 there when the work began.
 
 A full collection in a process with torch, transformers and the data of a run takes 0.07 to 0.15 s (190,000 objects), as
-long as the whole sync of a model of 7B; a rollout manager answers nobody meanwhile.
+long as the whole sync of a model of 7B; a rollout manager answers no request meanwhile.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def gpu_uuids(indices: Sequence[int]) -> tuple[str, ...]:
-    """The UUIDs of these GPUs of the host, whatever CUDA_VISIBLE_DEVICES hides; () where one is not known."""
+    """The UUIDs of these GPUs of the host, regardless of CUDA_VISIBLE_DEVICES; () where one is not known."""
     known = {gpu.index: gpu.uuid for gpu in _all_gpus()} if indices else {}
     found = tuple(known.get(index, "") for index in indices)
     return found if all(found) else ()

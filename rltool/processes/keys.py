@@ -12,7 +12,7 @@ _KEY_BYTES = 32
 
 
 def make_key(file: Path) -> Path:
-    """`file` (0600), with a fresh random key at the first call; one that is there is left as it is."""
+    """`file` (0600), with a new random key at the first call; one that is there is left as it is."""
     try:
         descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:

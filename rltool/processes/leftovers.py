@@ -1,6 +1,6 @@
 """What processes keep outside of the run directory, and leave there when they are killed: sockets, shared memory.
 
-A temporary directory bears a lock of the kernel. It is held by the process that the directory is for, and so by those
+A temporary directory has a lock of the kernel. It is held by the process that the directory is for, and so by those
 that it forks, and ends with the last of them, also by SIGKILL. Who finds the lock free may remove the directory.
 """
 

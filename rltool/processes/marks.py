@@ -1,7 +1,7 @@
-"""Finding what a trainer started after the trainer has died: all its processes bear a mark in their environment.
+"""Finding what a trainer started after the trainer has died: all its processes have a mark in their environment.
 
 Who was killed leaves orphans: their parent is init, and Ray gives some of them sessions of their own. The environment
-is inherited whoever the parent is, and other users' cannot be read. The mark names the run, its directory (a copy has
+is inherited from any parent, and other users' cannot be read. The mark names the run, its directory (a copy has
 the same id) and the very process of the trainer, so what a living trainer started is never taken for a leftover; with
 the boot of its host, for that of another host cannot be seen from here.
 """
@@ -30,7 +30,7 @@ _KEPT = {"SPT_NOENV": "1"}
 
 @contextmanager
 def marking(run: RunDirectory, trainer: ProcessState) -> Iterator[None]:
-    """Every process that is started inside the block bears the mark of this trainer of this run."""
+    """Every process that is started inside the block has the mark of this trainer of this run."""
     with environment({MARK_VARIABLE: f"{_prefix(run)}{trainer.pid} {trainer.start_time}", **_KEPT}):
         yield
 

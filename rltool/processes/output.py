@@ -43,7 +43,7 @@ class BoundedLog:
         self._cut = 0
 
     def look(self) -> None:
-        """Cut the file if it is above its limit; its first line then says how much there was, and where its end is."""
+        """Cut the file if it is above its limit; its first line then has the former size, and where the end is."""
         try:
             size = self.file.stat().st_size
         except FileNotFoundError:  # the run was removed

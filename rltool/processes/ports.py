@@ -11,7 +11,7 @@ from rltool.errors import RltoolError, UsageError
 
 FREE_RANGE = range(20_000, 32_000)
 """Below Linux's ephemeral range (32768 up): a server takes many seconds from its start to its bind, and an ephemeral
-port could be taken by anybody's outgoing connection meanwhile."""
+port could be taken by any outgoing connection meanwhile."""
 
 _TRIES = 200
 

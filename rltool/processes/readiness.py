@@ -17,7 +17,7 @@ PROBE_TIMEOUT = 30.0
 
 
 class NotReady(Exception):
-    """Raised by a probe: not yet, ask again. The text says what is missing."""
+    """Raised by a probe: not yet, ask again. The message has what is missing."""
 
 
 def decide(

@@ -37,7 +37,7 @@ class RestartBudget:
         if used >= self._policy.most:
             return None
         self._used[name] = used + 1
-        self._started_at.pop(name, None)  # it does not live again before `started` says so
+        self._started_at.pop(name, None)  # it does not live again before `started`
         return min(LONGEST_PAUSE, self._policy.backoff * 2**used)
 
     def started(self, name: str) -> None:

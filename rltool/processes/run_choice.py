@@ -1,4 +1,4 @@
-"""Which run `train` means where nobody said --run. The decision is pure; the facts are gathered apart."""
+"""Which run `train` means without --run. The decision is pure; the facts are gathered apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rltool.processes.state import is_alive, read_state
 
 @dataclass(frozen=True)
 class Choice:
-    """run None: a fresh one. `why`: for the line that names the run, after its name."""
+    """run None: a new one. `why`: for the line that names the run, after its name."""
 
     run: RunDirectory | None
     why: str
@@ -39,9 +39,9 @@ def choose_run(
             "--resume: no run has a complete checkpoint; name the run with --run, or leave --resume out to start one"
         )
     if len(of_engines) != 1:
-        return Choice(None, "a fresh run")
+        return Choice(None, "a new run")
     if trained(of_engines[0]):
-        return Choice(None, f"a fresh run: {of_engines[0].name}, that of the given engines, was trained already")
+        return Choice(None, f"a new run: {of_engines[0].name}, that of the given engines, was trained already")
     return Choice(of_engines[0], "the run of the given engines")
 
 
@@ -72,7 +72,7 @@ def run_to_train(
 def train_command(file: Path) -> str:
     """The line to paste that trains with the engines of this endpoints.json, in their run unless it was trained.
 
-    It names the run and, where the shell's environment says so, the directory of runs: another shell or a second fleet
+    It names the run and, where the shell's environment sets it, the directory of runs: another shell or a second fleet
     must not lead it elsewhere.
     """
     words = ["rltool", "train", "--config", "run.toml", "--rollout-external", f"@{file}"]

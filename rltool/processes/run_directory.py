@@ -86,7 +86,7 @@ class RunDirectory:
         return self.path / "checkpoints"
 
     def hf_export(self, step: int) -> Path:
-        """Hugging Face directory with the weights after so many steps (checkpoint.save_hf_every, save_hf_at_end)."""
+        """Hugging Face directory with the weights after this many steps (checkpoint.save_hf_every, save_hf_at_end)."""
         return self.path / "hf" / f"step_{step}"
 
     @property
@@ -119,11 +119,11 @@ class RunDirectory:
         return max((_attempt_number(path) for path in self.logs_dir.glob("attempt_*")), default=0)
 
     def ensure_key(self) -> Path:
-        """The key file (0600), written at the first call with a fresh random key and never changed."""
+        """The key file (0600), written at the first call with a new random key and never changed."""
         return make_key(self.key_file)
 
     def new_log(self, role: str) -> Path:
-        """A fresh, empty log file for a process that is about to start.
+        """A new, empty log file for a process that is about to start.
 
         It goes into the newest attempt, unless this role has a log there already: then it was started again, and a new
         attempt begins. So an attempt is one life of the whole run, and attempt_of(log) is unique for a role.
@@ -152,7 +152,7 @@ def runs_root(root: Path | None = None) -> Path:
 
 
 def open_run(name: str | None, *, create: bool, root: Path | None = None) -> RunDirectory:
-    """The run called `name`; without a name a fresh one (create=True) or the newest (create=False).
+    """The run called `name`; without a name a new one (create=True) or the newest (create=False).
 
     create=True with a name opens it, making it if need be. Raises UsageError if there is no such run, or for a name
     that is not a plain directory name.
@@ -165,7 +165,7 @@ def open_run(name: str | None, *, create: bool, root: Path | None = None) -> Run
     if name is None:
         if not runs:
             raise UsageError(
-                f"there is no run in {root}: start one with `rltool serve-engines`, or say --run NAME where one is made"
+                f"there is no run in {root}: start one with `rltool serve-engines`, or set RLTOOL_RUNS"
             )
         return runs[-1]
     for run in runs:
@@ -244,7 +244,7 @@ def _create(path: Path) -> RunDirectory:
             path.chmod(0o700)
     state = path / "state"
     state.mkdir(mode=0o700, exist_ok=True)
-    state.chmod(0o700)  # whatever the directory above is: here are argv, urls and the key
+    state.chmod(0o700)  # even in a public directory: here are argv, urls and the key
     if not RunDirectory(path).is_made:
         created = datetime.now().astimezone().isoformat()
         write_json_atomic(state / "run.json", {"id": uuid.uuid4().hex, "created": created, "rltool": __version__})

@@ -1,4 +1,4 @@
-"""One trainer at a time in a run directory: a lock that dies with its holder, and says who that is."""
+"""One trainer at a time in a run directory: a lock that dies with its holder and names it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RunLock:
 
     The engines and the router of the run do not take it: they live beside a trainer. It is the kernel's (flock): it
     ends with its process, also by SIGKILL, and its descriptor is closed in every program that the process starts. The
-    file stays: whoever deleted it could let two hold a lock of one name.
+    file stays: with it deleted, two could hold a lock of one name.
     """
 
     def __init__(self, run: RunDirectory, *, argv: Sequence[str] | None = None) -> None:
@@ -88,7 +88,7 @@ class RunLock:
 
 
 def _describe(file: Path) -> str:
-    """The holder as it signed; in the moment between lock and signature nobody knows."""
+    """The holder as it signed; unknown between lock and signature."""
     try:
         holder: dict[str, Any] = json.loads(file.read_text())
         argv = ["rltool", *holder["argv"][1:]]

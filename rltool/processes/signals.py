@@ -17,7 +17,7 @@ def deferred_interrupts() -> Iterator[dict[int, Any]]:
     """Hold Ctrl-C and its kin back until the block has ended, then deliver them. Yields the handlers that they have
     then, by number; the block may set others.
 
-    An interrupt between fork and the bookkeeping would leave a process that nobody knows of. Handlers are swapped
+    An interrupt between fork and the bookkeeping would leave an unknown process. Handlers are swapped
     instead of masking signals, because a signal mask is inherited by the child and would make it deaf.
     Does nothing outside of the main thread, where Python delivers no signals.
     """

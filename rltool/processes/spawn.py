@@ -1,4 +1,4 @@
-"""Starting one process of a run: own session, own log file, recorded before anybody can lose sight of it."""
+"""Starting one process of a run: own session, own log file, recorded before it can be lost."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class RunningProcess:
 
 
 def start(spec: ProcessSpec, run: RunDirectory, *, log: Path | None = None) -> RunningProcess:
-    """Start it in a session of its own, stdout and stderr to a fresh log file, and write its state file.
+    """Start it in a session of its own, stdout and stderr to a new log file, and write its state file.
 
     log: of the process whose place it takes, to be gone on with.
 
-    Its own session keeps the terminal's Ctrl-C from it (whoever started it stops it in order) and lets `stop_processes`
+    Its own session keeps the terminal's Ctrl-C from it (its parent stops it in order) and lets `stop_processes`
     find orphans. Raises ProcessFailed if the program cannot be executed. Where its state cannot be written (OSError) it
-    is killed: nobody would know of it.
+    is killed: it would be unknown.
     """
     log = log or run.new_log(spec.role)
     with deferred_interrupts(), log.open("ab") as output, _temporary(spec) as (variables, inherited):

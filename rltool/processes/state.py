@@ -1,6 +1,6 @@
 """What rltool knows about a process that it started, kept in state/ROLE.json so that any shell can find it again.
 
-A pid alone names nobody for long: the kernel hands it out again, after another boot and in another container anew. So a
+A pid is no lasting name: the kernel hands it out again, after another boot and in another container anew. So a
 process is ours only if boot, pid namespace, pid *and* its start time match, and everything that signals or counts
 processes asks `is_alive` first.
 """
@@ -49,7 +49,7 @@ class ProcessState(BaseModel):
     url: str | None = None
     gpus: tuple[int, ...] = ()
     session_leader: bool = True
-    """It was started by `start` in a session of its own, so whatever is left of that session belongs to it."""
+    """It was started by `start` in a session of its own, so what is left of that session belongs to it."""
     orderly_seconds: float = 0.0
     """Above 0: it ends its own children in order (a trainer saves first), so `rltool stop` signals it alone and gives
     it this long."""
@@ -80,7 +80,7 @@ def is_of_this_machine(state: ProcessState) -> bool:
 
 
 def is_elsewhere(state: ProcessState) -> bool:
-    """Another host shares the run directory and recorded it: whether it lives can be told there alone.
+    """Another host shares the run directory and recorded it: whether it lives is known there alone.
 
     A host that was started anew, or a container, keeps its name: what it recorded before is dead.
     """
@@ -145,7 +145,7 @@ def state_file(run: RunDirectory, role: str) -> Path:
 def where_to_stop(run: RunDirectory, state: ProcessState) -> str:
     """What to do about a process of another host, for people."""
     return (
-        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone can tell "
+        f"{state.role} of run {run.name} was started on host {state.host} (pid {state.pid}), which alone knows "
         f"whether it lives: stop it there, or remove {state_file(run, state.role)} if that host is gone"
     )
 

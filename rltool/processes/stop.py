@@ -37,7 +37,7 @@ def stop_processes(
     trees = {process.pid: process for state in states for process in process_tree(state)}
     segments = mapped_segments(trees)
     _signal(trees.values(), psutil.Process.terminate)
-    with suppress(KeyboardInterrupt):  # whoever is impatient gets KILL now; leaving here would leave processes
+    with suppress(KeyboardInterrupt):  # a second Ctrl-C: KILL now; leaving here would leave processes
         _wait_gone(trees.values(), grace, poll, clock, sleep)
     # Looked up again: what was forked after the first look is not in `trees`.
     trees.update({process.pid: process for state in states for process in process_tree(state)})

@@ -36,11 +36,11 @@ class Restarts(Protocol):
 
     @property
     def vital(self) -> bool:
-        """Whether the last of its processes to be given up ends the others: without them these are of no use."""
+        """Whether its last process that is not restarted ends the others, which are of no use without it."""
         ...
 
     def owns(self, process: RunningProcess) -> bool:
-        """Whether it is one of its processes. One that nobody owns takes the others with it."""
+        """Whether it is one of its processes. The end of one without an owner ends the others."""
         ...
 
     def delay(self, process: RunningProcess) -> float:
@@ -73,7 +73,7 @@ SETTLE_SECONDS = 1.0
 
 
 class ProcessGroup:
-    """Processes of one run that live no longer than this `with` block, whichever way it is left."""
+    """Processes of one run that end with this `with` block, however it is left."""
 
     def __init__(
         self, run: RunDirectory, *, grace: float = GRACE_SECONDS, note: Callable[[str], None] = lambda _: None,
@@ -123,7 +123,7 @@ class ProcessGroup:
     def _prepare_stop(self, reason: BaseException | None) -> None:
         try:
             self.before_stop()
-        except Exception as error:  # a full disk, a closed terminal: whatever it is, the processes are to end
+        except Exception as error:  # a full disk, a closed terminal: the processes end anyway
             text = f"the end was not prepared ({type(error).__name__}: {error}); the processes are stopped all the same"
             if reason is not None:
                 reason.add_note(text)
@@ -137,7 +137,7 @@ def refuse_living(run: RunDirectory, role: str, *, other_hosts: bool = True) -> 
     current = read_state(run, role)
     if other_hosts and current is not None and is_elsewhere(current):
         raise UsageError(f"{where_to_stop(run, current)}; another --run NAME leaves it alone")
-    # This very process may be recorded already, by whoever started it (the quickstart).
+    # This very process may be recorded already, by its parent (the quickstart).
     if current is not None and current.pid != os.getpid() and is_alive(current):
         raise UsageError(
             f"run {run.name} has a living {role} (pid {current.pid}): "
@@ -180,7 +180,7 @@ def run_in_foreground(
     orderly_seconds: float = 2 * GRACE_SECONDS,
     log: Path | None = None,
 ) -> int:
-    """Bring processes up and stay until Ctrl-C, SIGTERM or the first death that `group.restarts` does not mend; then
+    """Bring processes up and stay until Ctrl-C, SIGTERM or the first death that `group.restarts` does not restart; then
     stop all. The exit code.
 
     bring_up starts processes in the group it is given and returns when they serve. This command has a state of its own
@@ -216,7 +216,7 @@ def supervise(
     """Block until `rltool stop` has ended every one of them; raises ProcessFailed as soon as one ends by itself, or the
     check of its role finds it useless, unless one of `restarts` has a word for it.
 
-    Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others, whatever the reason.
+    Leaves by KeyboardInterrupt on Ctrl-C. The caller stops the others in any case.
     """
     watched, due = list(processes), list[_Due]()
 

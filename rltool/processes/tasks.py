@@ -34,7 +34,7 @@ class Background:
 
     def start(self, work: Coroutine[Any, Any, T], name: str, *, awaited: bool = False) -> asyncio.Task[T]:
         """A task that ends by itself, or is cancelled by its owner. What it raises is a failure. awaited: is for the
-        caller instead, who waits for it; asyncio logs what nobody took."""
+        caller instead, who waits for it; asyncio logs exceptions that were never retrieved."""
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard if awaited else self._ended)
@@ -88,7 +88,7 @@ async def beside(*works: Awaitable[T], grace: float | None = None) -> AsyncItera
     """A task for each, which runs beside the block; at its end those that still run are cancelled and waited for.
 
     grace: seconds to wait at most, None: until they have ended. What a task raises is for the block to look at; asyncio
-    logs what nobody has looked at.
+    logs what was never retrieved.
     """
     tasks = tuple(asyncio.ensure_future(work) for work in works)
     try:

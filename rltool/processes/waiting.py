@@ -1,4 +1,4 @@
-"""Lines about a wait that takes long, on a terminal and in a log alike."""
+"""Progress lines of a long wait, on a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ def _nothing() -> str:
 @contextmanager
 def waiting(
     what: str,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     still: Callable[[], str] = _nothing,
     every: float = PROGRESS_SECONDS,
 ) -> Iterator[None]:
-    """Say `what` is being done, and every so many seconds that it still is, until the block ends.
+    """Log `what` at the start, and every few seconds that it still runs, until the block ends.
 
-    what: names the deadline, where there is one. still: what is missing at that moment, said behind it. The lines come
+    what: names the deadline, where there is one. still: what is missing at that moment, appended. The lines come
     from a thread: the block may be a single call into Ray or torch.
     """
-    say(what)
+    log(what)
     started, ended = time.monotonic(), threading.Event()
 
     def repeat() -> None:
         while not ended.wait(every):
             missing = still()
-            say(f"{what}: {time.monotonic() - started:.0f} s so far" + (f", {missing}" if missing else ""))
+            log(f"{what}: {time.monotonic() - started:.0f} s so far" + (f", {missing}" if missing else ""))
 
     thread = threading.Thread(target=repeat, name="progress", daemon=True)
     thread.start()

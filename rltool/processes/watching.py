@@ -17,9 +17,9 @@ class _Over(Exception):
 
 class Watching:
     """Inside the `with` block the group's processes are watched, and started again by those whose they are
-    (group.restarts); nobody else starts or stops one of them meanwhile. note: a line for the user, from the thread.
+    (group.restarts); no one else starts or stops one of them meanwhile. note: a line for the user, from the thread.
 
-    What the thread cannot mend is noted and ends the watch: the main thread has ways of its own to find out.
+    What the thread cannot restart is noted and ends the watch: the main thread has ways of its own to find out.
     """
 
     def __init__(self, group: ProcessGroup, note: Callable[[str], None]) -> None:

@@ -255,7 +255,7 @@ class Worker:
             how = "it closed its connection"
         else:
             how = f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
-        return how if self.is_ready else f"{how}; its output says why"
+        return how if self.is_ready else f"{how}; see its output"
 
 
 def run_worker(descriptor: int, main: str) -> None:

@@ -162,7 +162,7 @@ def check_unused(run: RunDirectory) -> None:
     if run.is_used or warm_up.is_used or converted.exists():
         raise UsageError(
             f"run {run.name} was trained already, or a quickstart has begun in it ({run.path}): choose another name "
-            "with --run, or leave --run out for a fresh one"
+            "with --run, or leave --run out for a new one"
         )
 
 

@@ -40,7 +40,7 @@ class Stages:
 
     @contextmanager
     def stage(self, title: str) -> Iterator[None]:
-        """Announce a stage, and say how long it took. A failure inside is left to the caller."""
+        """Print a stage's name and duration. A failure inside is left to the caller."""
         number = len(self.timings) + 1
         started = time.monotonic()
         self.console.print(Text.assemble((f"{number}/{self.total}", "bold cyan"), " ", (title, "bold")))

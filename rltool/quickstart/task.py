@@ -2,7 +2,7 @@
 
 The warm start imitates a careless speller, who knows the rule but swaps two letters in most words. So the model learns
 the form and the rule, and answers wrongly as often as the speller: a share that the supervised steps approach from
-below and cannot overshoot, whatever their number. What is left for reinforcement learning is to find out which of its
+below and cannot overshoot. What is left for reinforcement learning is to find out which of its
 answers pay.
 """
 

@@ -30,7 +30,7 @@ class Series:
 
     @property
     def is_line(self) -> bool:
-        """Two evaluations say how they differ, and nothing of what was between them: no line joins two dots."""
+        """Two dots are not joined: nothing is known between two evaluations."""
         return self.style != "dots" or len(self.points) > 2
 
     @property

@@ -24,7 +24,7 @@ def write_report(
 ) -> Path:  # fmt: skip
     """Write the page to `out`, or report.html in the first run's directory, and return its path; the runs may go on.
 
-    stages: seconds of what was done around the training, by name, where somebody measured them. note: what the page is
+    stages: seconds of what was done around the training, by name, where measured. note: what the page is
     about, in a sentence. Raises RltoolError without usable metrics, and where `out` cannot be written.
     """
     runs = [read_run(directory) for directory in run_dirs]
@@ -53,7 +53,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def render(runs: Sequence[RunFiles], stages: Mapping[str, float], *, title: str, note: str, made: str) -> str:
-    """The whole page as text. stages: name -> seconds; empty where nobody measured them. made: the page's date."""
+    """The whole page as text. stages: name -> seconds; empty where not measured. made: the page's date."""
     several = len(runs) > 1
     measured = {name: f"{seconds:.1f} s" for name, seconds in stages.items()}
     body = [
@@ -169,7 +169,7 @@ def _phase_chart(metrics: Metrics) -> str:
     return _card("Where the time goes", "Seconds of each step by phase.", chart)
 
 
-NO_PHASES = ("step", "logprobs", "values", "reward", "wait", "non_generation")
+NO_PHASES = ("step", "logprobs", "values", "reward", "wait", "non_generation", "wake")
 """time/NAME_seconds that contain a phase, are part of one, or overlap with one."""
 
 

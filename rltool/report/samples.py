@@ -1,7 +1,7 @@
 """Samples of a run for people to look at: what is kept of each step, which ones, and how they are read back.
 
 One step is one JSON file, RUN/samples/step_000012.json, counted as in metrics.jsonl. It holds texts beside token ids,
-so that nobody needs the tokenizer to read it.
+so that it is read without the tokenizer.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def _fact(value: Any) -> str:
 
 
 def tiles(run: RunFiles, *, several: bool) -> str:
-    """The few numbers that tell how a run went."""
+    """The main numbers of a run."""
     found, metrics = [], run.metrics
     reward = [value for _, value in metrics.get("rollout/reward_mean", [])]
     if reward:
@@ -163,7 +163,7 @@ def _answer(name: str, record: SampleRecord) -> str:
 
 
 def _span(record: SampleRecord, mask: int, start: int, end: int) -> str:
-    """One turn of several is told from what an environment inserted; a single one is the decoded text."""
+    """Of several turns, the model's are distinguished from inserted text; a single one is the decoded text."""
     text = record.text if len(record.spans) == 1 else "".join(record.tokens[start:end])
     return escape(_cut(text)) if mask else f'<span class="inserted">{escape(_cut(text))}</span>'
 

@@ -42,7 +42,7 @@ class AdmissionPolicy:
 
     @classmethod
     def of(cls, config: TrainConfig) -> AdmissionPolicy:
-        """As [rollout] and algorithm.mask_tokens_older_than say."""
+        """Of [rollout] and algorithm.mask_tokens_older_than."""
         rollout = config.rollout
         return cls(
             batch=rollout.prompts_per_step,
@@ -113,9 +113,9 @@ class Choice:
 def choose(policy: AdmissionPolicy, candidates: Sequence[Candidate], step: int) -> Choice:
     """The batch of training step `step`. candidates: all live groups, in any order.
 
-    The batch is the first `policy.batch` groups by number: those that started first wait for nobody, and a long one is
-    waited for (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready make
-    it, by number, after those that are waited for because the next batch would come too late for them.
+    The batch is the first `policy.batch` groups by number: those that started first wait for no other, and a long one
+    is waited for (on_stale "wait"). With over-sampling, or another on_stale, the first `policy.batch` that are ready
+    make it, by number, after those that are waited for because the next batch would come too late for them.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.id)
     too_old = {c.id for c in ordered if c.ready and policy.is_too_old(c.oldest, step)}
@@ -145,7 +145,7 @@ def _last_chance(policy: AdmissionPolicy, competing: Sequence[Candidate], step: 
 def _with_surplus(policy: AdmissionPolicy, competing: Sequence[Candidate], choice: Choice, step: int) -> Choice:
     """Groups that competed and did not win: kept while the next batch may still train on them,
     else interrupted or dropped. With partial_rollout none is dropped that still runs, and those that are being scored
-    go on: rewards that were given up would be asked for again from the start, batch after batch."""
+    go on: cancelled rewards would start over, batch after batch."""
     surplus, interrupt = [], []
     batch = set(choice.batch or ())
     for candidate in competing:

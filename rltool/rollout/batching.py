@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from rltool.algorithms.batch import Ragged, TrainBatch
+from rltool.algorithms.batch import Put, Rows, TrainBatch, Wide, joined
 from rltool.algorithms.fields import CODES, Field, Held, held_fields
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import TrainingStopped, UsageError
@@ -22,8 +23,9 @@ LARGEST = torch.finfo(torch.float32).max
 
 
 def samples_to_batch(
-    samples: Sequence[Sample], *, mask_truncated: bool = False, part_weights: Mapping[str, float] | None = None
-) -> TrainBatch:
+    samples: Sequence[Sample], *, mask_truncated: bool = False, part_weights: Mapping[str, float] | None = None,
+    put: Put | None = None,
+) -> TrainBatch:  # fmt: skip
     """One global batch, samples in the given order, groups of any size. loss_weights are 1: the configured ones belong
     to an optimizer step, and are set when the batch is split for these.
 
@@ -34,7 +36,8 @@ def samples_to_batch(
     ValueError for an empty list, a sample that generation or its reward left unfinished, for a field that some samples
     have and others lack, and for a sampled token without a version among versions; TrainingStopped if no token has a
     loss, if an episode has no parts, or if samples lack a number that others have in train_metadata. part_weights: of
-    the rewards that the batch holds one by one, by name; None: it holds their sum alone.
+    the rewards that the batch holds one by one, by name; None: it holds their sum alone. put: takes the values of wide
+    fields; None: they are in the batch.
     """
     if not samples:
         raise ValueError("a batch needs at least one sample")
@@ -76,7 +79,7 @@ def samples_to_batch(
         rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32) * response_mask,
         token_versions=None if versions is None else versions.masked_fill(loss_mask == 0, -1),
         metadata=_metadata(samples),
-        **_columns(samples),
+        **_columns(samples, put),
     )
 
 
@@ -147,24 +150,29 @@ def _baselines(samples: Sequence[Sample]) -> torch.Tensor | None:
     return torch.tensor([sample.baseline_reward for sample in samples], dtype=torch.float32)
 
 
-def _columns(samples: Sequence[Sample]) -> dict[str, Any]:
-    """What samples hold of the table in algorithms/fields.py, as the batch has it; None: none of them has it."""
-    return {
-        name: (_ragged if item.of == "ragged" else _counted if held.counted else _uncounted)(samples, name, item, held)
-        for name, (item, held) in held_fields().items()
-    }
+def _columns(samples: Sequence[Sample], put: Put | None) -> dict[str, Any]:
+    """What samples hold of the table in algorithms/fields.py, as the batch has it: without what none of them has."""
+    lengths = [sample.num_tokens for sample in samples]
+    found: dict[str, Any] = {}
+    wide: dict[str, list[Rows]] = {}
+    for name, (item, held) in held_fields().items():
+        of = _ragged if item.of == "ragged" else _counted if held.counted else _uncounted
+        if (rows := of(samples, name, item, held)) is None:
+            continue
+        if item.wide and put is not None:
+            wide[name] = rows
+        else:
+            found[name] = joined(rows, lengths, item)
+    return found | {"wide": (Wide.of(wide, put),)} if wide and put is not None else found
 
 
-def _ragged(samples: Sequence[Sample], name: str, item: Field, _held: Held) -> Ragged | None:
+def _ragged(samples: Sequence[Sample], name: str, item: Field, _held: Held) -> list[Rows] | None:
     found = [getattr(sample, name) for sample in samples]
-    if not any(found):
-        return None
-    values = [torch.tensor(own, dtype=getattr(torch, item.dtypes[0])) for own in found]
-    return Ragged(torch.cat(values), torch.tensor([len(own) for own in found]))
+    return [np.asarray(own, item.dtypes[0]) for own in found] if any(found) else None
 
 
-def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> torch.Tensor | None:
-    """[T], or [T, numbers of a row]."""
+def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> list[Rows] | None:
+    """[tokens], or [tokens, numbers of a row] each."""
     values = [getattr(sample, name) for sample in samples]
     if not any(values):
         return None
@@ -178,36 +186,29 @@ def _uncounted(samples: Sequence[Sample], name: str, item: Field, held: Held) ->
     if len(kinds) > 1:
         raise ValueError(f"{held.what}: samples have {sorted(size for _, size in kinds)} of them a token")
     ((code, size),) = kinds
-    of_arrays, dtype = getattr(torch, CODES[code]), getattr(torch, item.dtype_of(CODES[code]))
-    out = torch.full((sum(sample.num_tokens for sample in samples), size), item.filler(dtype), dtype=dtype)
-    end = 0
-    for sample, own, count in zip(samples, values, tokens, strict=True):
-        end += sample.num_tokens
-        if own:
-            read = torch.tensor(own) if isinstance(own, list) else torch.frombuffer(own, dtype=of_arrays)
-            out[end - count : end] = read.view(count, size)
-    return out if item.row else out.squeeze(1)
+    dtype, shape = item.dtype_of(CODES[code]), (-1, size) if item.row else (-1,)
+    return [np.asarray(own or [], dtype).reshape(shape) for own in values]
 
 
-def _counted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> torch.Tensor | None:
-    """[T, K], K the most that one token has."""
+def _counted(samples: Sequence[Sample], name: str, item: Field, held: Held) -> list[Rows] | None:
+    """[tokens, K] each, K the most that one token of the sample has."""
     numbers, sizes = ([getattr(sample, column.name) for sample in samples] for column in held.columns(name))
     if not any(sizes):
         return None
-    k, dtype = max(max(counts, default=0) for counts in sizes), getattr(torch, item.dtypes[0])
-    rows = []
+    dtype, rows = item.dtypes[0], []
     for sample, ids, counts in zip(samples, numbers, sizes, strict=True):
-        own = torch.full((len(sample.response_ids), k), item.filler(dtype), dtype=dtype)
-        found = torch.tensor(counts or [0] * len(own), dtype=torch.int64)
-        own[torch.arange(k) < found[:, None]] = torch.tensor(ids, dtype=dtype)
-        sampled = torch.tensor(sample.response_mask, dtype=torch.bool)
-        lacks = sampled & (own != torch.tensor(sample.response_ids, dtype=dtype)[:, None]).all(1)
+        found = np.asarray(counts or [0] * len(sample.response_ids), np.int64)
+        k = int(found.max(initial=0))
+        own = np.full((len(found), k), item.filler(dtype), dtype)
+        own[np.arange(k) < found[:, None]] = ids
+        sampled = np.asarray(sample.response_mask, np.bool_)
+        lacks = sampled & (own != np.asarray(sample.response_ids, dtype)[:, None]).all(1)
         if lacks.any():
             raise ValueError(
-                f"sample {sample.group_id}/{sample.index}: its token {int(lacks.nonzero()[0])} is not among {item.row}"
+                f"sample {sample.group_id}/{sample.index}: its token {int(lacks.argmax())} is not among {item.row}"
             )
-        rows += [torch.full((len(sample.prompt_ids), k), item.filler(dtype), dtype=dtype), own]
-    return torch.cat(rows)
+        rows.append(own)
+    return rows
 
 
 def _reward_parts(samples: Sequence[Sample], weights: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from rltool.rollout.groups import Group, GroupLedger, GroupState, is_complete, n
 from rltool.rollout.serving.data_plane import PoisonousRequest
 
 INTERRUPT_SECONDS = 10.0
-"""How long a group that is put aside may take to hand over what it has; then, if it is still being generated,
+"""How long a group that is put aside may take to return what it has; then, if it is still being generated,
 its task is cancelled and its open requests are lost."""
 
 
@@ -45,7 +45,7 @@ class GroupWork(Protocol):
     """What is done with one group."""
 
     async def generate(self, group: Group, interrupted: Callable[[], bool]) -> None:
-        """Fill its samples in place. Once `interrupted` says True, come back with what there is."""
+        """Fill its samples in place. Once `interrupted` is True, come back with what there is."""
         ...
 
     async def finish(self, group: Group) -> str | None:
@@ -163,7 +163,7 @@ class Collector:
         """The batch of training step `step`, groups in the order of their numbers; the batch before counts as trained.
 
         Raises the first failure of a group's task, TrainingStopped when too many groups were filtered out,
-        CollectionInterrupted after `interrupt`, and RltoolError when deadlines.batch passes.
+        CollectionInterrupted after `interrupt`, and RltoolError when deadlines.step passes.
         """
         if step != self.delivered:
             raise ValueError(f"batch {step} was asked for, the next one is {self.delivered}")
@@ -177,7 +177,7 @@ class Collector:
             counts = self.ledger.counts()
             raise RltoolError(
                 f"the batch of step {step} was not complete within "
-                f"deadlines.batch = {self.config.batch_deadline:g} s: {counts}"
+                f"deadlines.step = {self.config.batch_deadline:g} s: {counts}"
             ) from error
         finally:
             self._requested = False
@@ -301,7 +301,7 @@ class Collector:
             self._failed_at(group, error)
 
     def _failed_at(self, group: Group, error: Exception) -> None:
-        if not isinstance(error, RltoolError):  # nobody expected it; the trainer's state is whole, and is to be saved
+        if not isinstance(error, RltoolError):  # unexpected; the trainer's state is whole, and is to be saved
             failure = GroupFailed(f"group {group.id}: {raised(error)}")
             failure.__cause__ = error
             error = failure
@@ -309,7 +309,7 @@ class Collector:
 
     def _set_back(self, group: Group) -> None:
         """Its task ended early. Where it was still generated, what a function or an environment holds cannot be taken
-        up again, whatever its samples say: between two turns they are COMPLETED, as the last reply was."""
+        up again, whatever its samples' status: between two turns they are COMPLETED, as the last reply was."""
         if not self._work.keeps_partial_groups() and group.id not in self._scoring:
             self._restart(group)
         if group.state is GroupState.RUNNING:
@@ -413,7 +413,7 @@ class Collector:
         try:
             await self._work.abort(running.keys())
             await asyncio.wait(running.values(), timeout=INTERRUPT_SECONDS)
-        finally:  # an abort may raise what nobody expected: they end all the same
+        finally:  # an abort may raise anything: they end anyway
             for number, task in running.items():
                 # Its request waits for an engine, or its environment for something else. One that was generated to its
                 # end meanwhile is only scored.

@@ -194,7 +194,7 @@ def example_group(size: int = 4) -> list[Sample]:
 
 def check_group_filter(path: str, *, groups: Sequence[list[Sample]] = ()) -> None:
     """ContractViolation unless rollout.group_filter = path gives a reason or None for every group, changes nothing, and
-    says the same of the same group again. groups: your own; without any, groups of 4, 2 and 1 are used."""
+    decides the same for the same group again. groups: your own; without any, groups of 4, 2 and 1 are used."""
     function = load_callable(path, setting="rollout.group_filter", takes=("group",))
     problems = []
     for group in list(groups) or [example_group(size) for size in (4, 2, 1)]:

@@ -1,6 +1,6 @@
 """From prompts to samples: the requests of one group, and what a custom generate function gets.
 
-This module knows neither engines nor dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
+This module knows no engines and no dialects. `GenerateContext.generate` is anything that turns a GenerateRequest into
 completions: the data plane, one engine, or a test. All samples of a prompt go into one request, so that the engine
 computes the prompt once.
 """
@@ -61,7 +61,7 @@ class GenerateContext:
     @property
     def http(self) -> Http:
         """For the function's own requests, such as to a tool's server: one session with its connections for the whole
-        run, which closes it. A request has deadlines.environment, unless it names a timeout."""
+        run, which closes it. A request has deadlines.call, unless it names a timeout."""
         if self.http_session is None:
             raise RltoolError("this context has no HTTP session: give one to GenerateContext(http_session=...)")
         return self.http_session
@@ -75,7 +75,7 @@ class GenerateContext:
 def open_http(config: DeadlinesConfig) -> Http:
     """For GenerateContext.http, to be closed by the owner; within a running event loop. None of the run's keys is on
     it. No limit of connections: as many episodes run at once as the run allows."""
-    limit = aiohttp.ClientTimeout(total=config.environment)
+    limit = aiohttp.ClientTimeout(total=config.call)
     return Http(connector=aiohttp.TCPConnector(limit=0), timeout=limit)
 
 
@@ -212,7 +212,7 @@ def _check_versions(sample: Sample, completion: Completion) -> None:
             else f"versions for {reached} of {len(completion.token_ids)} tokens: {completion.versions}"
         )
         raise EngineError(
-            f"{_name(sample)}: the engine reports {found}; without it nobody can tell which weights sampled a token"
+            f"{_name(sample)}: the engine reports {found}; without it the weights that sampled a token are unknown"
         )
 
 

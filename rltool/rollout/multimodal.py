@@ -19,7 +19,7 @@ def multimodal_inputs(columns: Mapping[str, Any], messages: Any) -> dict[str, li
     its column. Bytes become base64 text.
 
     columns: kind -> value of its column, a list, one value, or None; messages: the prompt's, or text. A part without a
-    source ({"type": "image"}) only says where one of the column belongs. ValueError for what is no JSON, such as a
+    source ({"type": "image"}) only marks the place of one of the column. ValueError for what is no JSON, such as a
     decoded image.
     """
     found: dict[str, list[Any]] = {kind: [] for kind in PLURALS}
@@ -34,7 +34,7 @@ def multimodal_inputs(columns: Mapping[str, Any], messages: Any) -> dict[str, li
 
 
 def kinds_in(messages: Any) -> set[str]:
-    """Kinds that messages speak of, with a source or without."""
+    """Kinds that messages mention, with a source or without."""
     return {kind for kind in map(kind_of, _parts(messages)) if kind is not None}
 
 

@@ -1,5 +1,5 @@
 """What a function of the user's makes of a batch's samples (rollout.batch_hook), and whether samples that users'
-functions hand over can be trained on."""
+functions return can be trained on."""
 
 from __future__ import annotations
 

@@ -41,10 +41,10 @@ class Sample(Record):
     `prompt_index` is the row of the data set. raw_reward: the one before reward.group replaced it; reward_parts: those
     that it is the weighted sum of, by name, where there are several. remove_sample, set by a hook: no loss on this
     sample, while its reward still counts in its group's baseline. episode_reward: what an environment or an agent gave
-    at the end, None: [reward] does. turn_rewards: what single turns have earned besides, where anything says so; the
+    at the end, None: [reward] does. turn_rewards: further rewards of single turns, if any; the
     reward is the sum of both. trajectory: an agent's episode may leave several samples, with one index and one reward;
     numbered from 0. failure: why it is FAILED. baseline_reward: of a greedy response to its prompt, where advantages
-    are relative to that. train_metadata: what hooks, generate functions, environments, agents and async rewards hand on
+    are relative to that. train_metadata: what hooks, generate functions, environments, agents and async rewards pass on
     to training, JSON by name; its numbers are TrainBatch.metadata. multimodal_inputs: "image", "video" or "audio" ->
     what the row has of them, paths, URLs or base64 text, not decoded; empty without. cached_tokens: of the prompts of
     all its requests together, those that engines found in their prefix caches; drafts: of speculative decoding,

@@ -25,27 +25,24 @@ TENSORS, DESCRIPTION = "samples.safetensors", "samples.json"
 
 @dataclass(frozen=True)
 class SourceState:
-    """state: JSON; files: name -> content, written into the checkpoint beside it."""
+    """state: JSON; files: name -> content, written into the checkpoint beside it; for the driver, which does not read
+    them, a reference to that (training/manager/actor.py)."""
 
     state: dict[str, Any]
-    files: dict[str, bytes] = field(default_factory=dict)
-
-
-def snapshot(collector: Collector, done: int, *, keeps_partial: bool) -> SourceState:
-    """The rollout side after `done` training steps: batches from step `done` on are not trained, whoever holds them.
-
-    keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
-    """
-    return encoded(*books(collector, done, keeps_partial=keeps_partial), run_seed=collector.config.run_seed)
+    files: Any = field(default_factory=dict)
 
 
 def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict[str, Any], list[Sample]]:
-    """The first half of a snapshot, on the collector's event loop: groups go on meanwhile.
-    Returns the state and the samples, which nobody changes any more."""
+    """The rollout side after `done` training steps: batches from step `done` on are not trained, wherever they are.
+    On the collector's event loop: groups go on meanwhile. Returns the state and the samples, which no one changes any
+    more.
+
+    keeps_partial: samples of groups that are not complete can be taken up again; else such groups start over.
+    """
     groups, samples = [], []
     for group in collector.ledger.groups():
         if group.state is GroupState.IN_HAND and collector.delivered <= done:
-            continue  # the batch of the last finished step: trained, though nobody has said so yet
+            continue  # the batch of the last finished step: trained, though not reported yet
         state = GroupState.READY if group.state in (GroupState.IN_HAND, GroupState.READY) else GroupState.PARTIAL
         kept = state is GroupState.READY or (keeps_partial and any(sample.response_ids for sample in group.samples))
         groups.append(
@@ -70,7 +67,7 @@ def books(collector: Collector, done: int, *, keeps_partial: bool) -> tuple[dict
 
 
 def encoded(state: dict[str, Any], samples: Sequence[Sample], *, run_seed: int) -> SourceState:
-    """The second half, in any thread."""
+    """What `books` has found, for a checkpoint; in any thread."""
     if not samples:
         return SourceState(state)
     data, text = dump.encode(TENSORS, step=state["done"], seed=run_seed, samples=samples)

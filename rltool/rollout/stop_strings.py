@@ -1,8 +1,8 @@
 """Stop strings, checked on the token ids that were sampled: what is trained on is exactly what the policy sampled.
 
-A response ends with the token that completes a stop string. That token stays whole, whatever else stands in it: cutting
-text and tokenising it again would give tokens that nobody sampled. Engines that decode while they generate stop there
-by themselves; the same cut is made here for all, so that engines cannot differ.
+A response ends with the token that completes a stop string. That token stays whole, with what else is in it: cutting
+text and tokenising it again would give tokens that were never sampled. Engines that decode while they generate stop
+there by themselves; the same cut is made here for all, so that engines cannot differ.
 """
 
 from __future__ import annotations

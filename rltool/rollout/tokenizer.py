@@ -45,7 +45,7 @@ class Tokenizer:
         A trailing EOS that some tokenizers add is removed."""
         ids = list(self._hf(text)["input_ids"])
         if ids and ids[-1] == self.eos_id and not text.endswith(self._hf.eos_token or ""):
-            # such a tokenizer (add_eos_token) would tell the model that the text is over before it has begun to answer
+            # such a tokenizer (add_eos_token) would end the text before the answer begins
             ids.pop()
         return ids
 
@@ -66,7 +66,7 @@ class Tokenizer:
         ask: bool = True,
         arguments: Mapping[str, Any] | None = None,
     ) -> str:
-        """The chat template's text; with `ask` it ends where the assistant begins to speak.
+        """The chat template's text; with `ask` it ends where the assistant's reply begins.
 
         tools: OpenAI's form; arguments: further ones of the template. UsageError if the model has no template;
         TemplateFailed, with the template's own words, if it does not take these messages.
@@ -117,7 +117,7 @@ def load_tokenizer(
     """The tokenizer in a Hugging Face directory (or a converted one, which carries it along).
 
     chat_template: a Jinja file in place of the template that comes with it. trust_remote_code: run code of the
-    directory; only ever an option that the user gave, never what a file says. allowed_by: that option, for the error.
+    directory; only ever an option that the user gave, never from a file. allowed_by: that option, for the error.
     UsageError if either cannot be loaded, TokenizerIsCode where the tokenizer is code that may not run.
     """
     from transformers import AutoTokenizer

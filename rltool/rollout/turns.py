@@ -16,7 +16,7 @@ def turn_tensors(samples: Sequence[Sample]) -> tuple[Tensor | None, Tensor | Non
     """(turns [T] int64, turn_rewards [T] float32) as TrainBatch has them; None where each sample is one turn without a
     reward of its own.
 
-    Where nothing was said of a sample's turns, they are the stretches of tokens that the policy has sampled, and have
+    Where a sample has no turns recorded, they are the stretches of tokens that the policy has sampled, and have
     earned nothing by themselves; those of several trajectories follow each other in the order of these.
     """
     if not any(sample.turn_rewards or sample.turns > 1 or sample.trajectory for sample in samples):

@@ -1,4 +1,4 @@
-"""Starting sglang-router for the engines of one model, and telling endpoints.json about it."""
+"""Starting sglang-router for the engines of one model, and recording it in endpoints.json."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plan_router(addresses: Sequence[str], run_name: str | None, name: str = POLI
     """Engines and run that a command line means; of a file, those of model `name`.
 
     Without addresses: the endpoints.json of the run. With @FILE of a run directory and no run name, that run. Bare URLs
-    go to the named or newest run, or to a fresh one, and are written to its endpoints.json if it has none yet.
+    go to the named or newest run, or to a new one, and are written to its endpoints.json if it has none yet.
     """
     files = files_in(addresses)
     if not addresses:
@@ -187,7 +187,7 @@ def set_data_url(file: Path, model: ModelEndpoints, url: str | None) -> None:
 
 
 def forget_router(file: Path, url: str) -> None:
-    """Take the address of a router that has ended out of `file`, so that nobody waits for it."""
+    """Take the address of a router that has ended out of `file`, so that no one waits for it."""
     if not file.exists():
         return
     endpoints = Endpoints.load(file)
@@ -220,7 +220,7 @@ def _probed(
             info = probe(engine, timeout=timeout)
         except EngineUnreachable as error:
             raise error.with_context(
-                after=". An engine has --ready-timeout to say what it is; is this the address of one (`rltool status`)?"
+                after=". An engine has --ready-timeout to answer probes; is this the address of one (`rltool status`)?"
             ) from error
         silent.remove(engine.url)
         return info
@@ -232,11 +232,11 @@ def _probed(
     ):
         infos = list(pool.map(ask, engines))
     for engine, info in zip(engines, infos, strict=True):
-        speaks = dialect(info.dialect, plugin=info.plugin)
-        if not speaks.routable:
-            plugin = " without rltool's plugin" if speaks.with_plugin and not info.plugin else ""
+        engine_dialect = dialect(info.dialect, plugin=info.plugin)
+        if not engine_dialect.routable:
+            plugin = " without rltool's plugin" if engine_dialect.with_plugin and not info.plugin else ""
             raise UsageError(
-                f"{engine.url} is a {speaks.label} server{plugin}, so it cannot answer the router's /generate: "
+                f"{engine.url} is a {engine_dialect.label} server{plugin}, so it cannot answer the router's /generate: "
                 "give it to train directly (--rollout-external), or start it with `rltool serve-engines`"
             )
     return [engine.model_copy(update={"dialect": info.dialect}) for engine, info in zip(engines, infos, strict=True)]

@@ -27,14 +27,14 @@ from rltool.router.workers import ask_to_add, find_worker, list_workers
 LOOK_SECONDS = 1.0
 """How often a router that was started again is asked whom it has."""
 CALL_SECONDS = 1.0
-"""For it to say that it listens; whoever watches it has others to watch."""
+"""For it to listen; its watcher has other processes to watch."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def start_planned_routers(
     order: Order, engines: Mapping[str, Sequence[EngineEndpoint]], group: ProcessGroup, *, required: bool = True,
-    report: Say = lambda _: None,
+    report: Log = lambda _: None,
 ) -> dict[str, str]:  # fmt: skip
     """A router for each model that the order wants one for, its address written into the run's endpoints.json; URLs by
     model. engines: those that serve, by model. Whoever supervises the group has them started again. required: where
@@ -53,17 +53,17 @@ def start_planned_routers(
 
 
 class RouterRelaunch(Relaunch[RouterLaunch]):
-    """`Restarts` of the routers in a group. say: one line for the user.
+    """`Restarts` of the routers in a group. log: one line for the user.
 
-    Engines outlive a router that is given up: they took minutes to load, and can be asked directly. Its address is
+    Engines outlive a router that is not restarted: they took minutes to load, and serve directly. Its address is
     taken out of endpoints.json; a run that trains through it ends by itself (rollout/serving/guard.py).
     """
 
     vital = False
 
-    def __init__(self, group: ProcessGroup, policy: RestartPolicy, say: Say, *, required: bool = True) -> None:
+    def __init__(self, group: ProcessGroup, policy: RestartPolicy, log: Log, *, required: bool = True) -> None:
         super().__init__(group, policy)
-        self._say, self._required = say, required
+        self._log, self._required = log, required
 
     def owns(self, process: RunningProcess) -> bool:
         return process.role in self._launches and (not self._required or super().owns(process))
@@ -72,7 +72,7 @@ class RouterRelaunch(Relaunch[RouterLaunch]):
         super().end(process)
         launch, run = self._launches[process.role], self._group.run
         forget_router(run.endpoints_file, launch.endpoint.url)
-        self._say(
+        self._log(
             f"the engines of {launch.name} serve on without a router; `rltool router --run {run.name} --model "
             f"{launch.name} --port {launch.config.port}` starts another where it was"
         )
@@ -82,13 +82,13 @@ class RouterRelaunch(Relaunch[RouterLaunch]):
         launch = self._launches[process.role]
         started = launch.start(self._group, log=process.log)
         self._group.checks[process.role] = WorkersFromStart(
-            launch, self._group.run, on_serving=lambda: self._budget.started(process.role), say=self._say
+            launch, self._group.run, on_serving=lambda: self._budget.started(process.role), log=self._log
         )
         return started
 
 
 class WorkersFromStart:
-    """Of a router that was started again and knows nobody: called as often as one likes, it registers the engines of
+    """Of a router that was restarted with an empty list; idempotent: it registers the engines of
     its model in endpoints.json as soon as they serve, until all of them are there once. Until the router listens,
     nothing is wrong with it but that it takes too long.
 
@@ -96,10 +96,10 @@ class WorkersFromStart:
     """
 
     def __init__(
-        self, launch: RouterLaunch, run: RunDirectory, *, on_serving: Callable[[], None], say: Say,
+        self, launch: RouterLaunch, run: RunDirectory, *, on_serving: Callable[[], None], log: Log,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        self._launch, self._run, self._on_serving, self._say, self._clock = launch, run, on_serving, say, clock
+        self._launch, self._run, self._on_serving, self._log, self._clock = launch, run, on_serving, log, clock
         self._router = launch.endpoint
         self._started = clock()
         self._look_at = self._started
@@ -125,7 +125,7 @@ class WorkersFromStart:
     def _leave_to_a_run(self) -> bool:
         users = ", ".join(user.run.name for user in users_of_router(self._run, self._router.url))
         if users:
-            self._say(f"router of {self._launch.name} serves again: {self._router.url}; run {users} registers engines")
+            self._log(f"router of {self._launch.name} serves again: {self._router.url}; run {users} registers engines")
         return bool(users)
 
     def _all_registered(self) -> bool:
@@ -138,7 +138,7 @@ class WorkersFromStart:
                 self._asked[engine.url] = self._clock()
                 ask_to_add(self._router, engine)
         if not missing:
-            self._say(f"router of {self._launch.name} serves again: {self._router.url}, {len(model.engines)} worker(s)")
+            self._log(f"router of {self._launch.name} serves again: {self._router.url}, {len(model.engines)} worker(s)")
         return not missing
 
 

@@ -106,11 +106,11 @@ def remove_worker(router: EngineEndpoint, url: str, *, timeout: float) -> bool:
     def gone() -> bool | None:
         return True if find_worker(list_workers(router), url) is None else None
 
-    return _until(gone, timeout, f"{router.url} did not let go of {url}")
+    return _until(gone, timeout, f"{router.url} did not remove {url}")
 
 
 def wait_ready(router: EngineEndpoint, urls: Iterable[str], *, timeout: float) -> None:
-    """Wait until the router says that it is ready and every one of `urls` is a healthy worker.
+    """Wait until the router is ready and every one of `urls` is a healthy worker.
 
     /readiness, because /health answers 200 without a single worker.
     """
@@ -203,7 +203,7 @@ class RouterWorkers:
             await self._call(HttpRequest("DELETE", f"/workers/{worker.id}"))
 
     async def why_not_added(self, job: str) -> str:
-        """What the router says of a registration that has not come about."""
+        """The router's reason for a failed registration."""
         try:
             reply = await self._call(HttpRequest("GET", f"/workers/{job}"))
             status = reply.get("job_status") or {}

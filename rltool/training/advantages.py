@@ -17,6 +17,7 @@ from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
+from rltool.config.methods import KLInReward
 from rltool.config.own_functions import calling
 from rltool.config.train import TrainConfig
 from rltool.errors import ContractViolation
@@ -76,8 +77,8 @@ def with_advantages(batch: TrainBatch, algorithm: AlgorithmConfig, *, max_respon
     them. Needs old_logprobs, those of the reference or teacher, and the critic's values, where the configuration does;
     with a critic also fills in value_targets."""
     batch, metrics = _with_shaped_rewards(batch, algorithm, max_response_tokens)
-    if algorithm.uses_reference and algorithm.kl_in == "reward":
-        batch, measured = _with_kl_penalty(batch, algorithm)
+    if algorithm.kl.kind == "reward":
+        batch, measured = _with_kl_penalty(batch, algorithm.kl)
         metrics.update(measured)
     if algorithm.uses_critic:
         values, targets, measured = _critic_advantages(_with_rewards_by_turn(batch, algorithm), algorithm)
@@ -153,16 +154,13 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     if algorithm.advantage.kind == "remax":
         return advantages.remax_advantages(batch.sample_rewards(), _present(batch, "baselines"))
     rewards, groups = batch.sample_rewards(), batch.group_ids
-    sampled = sum_per_sample(batch.sampled, batch.lengths, batch.sampled)
     if batch.episode_ids is None:
-        return _estimated(rewards, groups, sampled, algorithm)
+        return _estimated(rewards, groups, algorithm)
     numbers, episode, count = batch.episode_ids.unique(return_inverse=True, return_counts=True)
 
-    def summed(values: Tensor) -> Tensor:
-        return torch.zeros(len(numbers), dtype=values.dtype).index_add(0, episode, values)
-
+    total = torch.zeros(len(numbers), dtype=rewards.dtype).index_add(0, episode, rewards)
     group = torch.zeros(len(numbers), dtype=groups.dtype).index_put((episode,), groups)
-    return _estimated(summed(rewards) / count, group, summed(sampled), algorithm)[episode]
+    return _estimated(total / count, group, algorithm)[episode]
 
 
 def _of_reward_parts(batch: TrainBatch) -> Tensor:
@@ -175,8 +173,8 @@ def _of_reward_parts(batch: TrainBatch) -> Tensor:
     return advantages.gdpo_advantages(parts[first], weights[first], groups[first])[episode]
 
 
-def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """rewards, groups, sampled (tokens): [E], one entry an episode. Returns [E]."""
+def _estimated(rewards: Tensor, groups: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """rewards, groups: [E], one entry an episode. Returns [E]."""
     chosen = algorithm.advantage
     match chosen.kind:
         case "grpo":
@@ -185,10 +183,6 @@ def _estimated(rewards: Tensor, groups: Tensor, sampled: Tensor, algorithm: Algo
             )
         case "rloo":
             return advantages.rloo_advantages(rewards, groups)
-        case "gpg":
-            return advantages.gpg_advantages(rewards, groups)
-        case "opo":
-            return advantages.opo_advantages(rewards, groups, sampled)
     raise ValueError(f"no estimator of advantages named {chosen.kind!r}")
 
 
@@ -273,13 +267,13 @@ def _with_shaped_rewards(batch: TrainBatch, algorithm: AlgorithmConfig, max_resp
     return batch.replace(rewards=batch.rewards + algorithm.overlong_penalty * shaping), metrics
 
 
-def _with_kl_penalty(batch: TrainBatch, algorithm: AlgorithmConfig) -> Measured:
-    chosen = batch.sampled > 0
-    estimate = kl.ESTIMATORS[algorithm.kl_estimator](
-        _present(batch, "old_logprobs")[chosen], _present(batch, "ref_logprobs")[chosen]
+def _with_kl_penalty(batch: TrainBatch, chosen: KLInReward) -> Measured:
+    sampled = batch.sampled > 0
+    estimate = kl.ESTIMATORS[chosen.estimator](
+        _present(batch, "old_logprobs")[sampled], _present(batch, "ref_logprobs")[sampled]
     )
     penalty = torch.zeros_like(batch.loss_mask)
-    penalty[chosen] = -algorithm.kl_coef * estimate
+    penalty[sampled] = -chosen.coef * estimate
     return batch.replace(token_rewards=penalty), {"train/kl": _mean(estimate)}
 
 

@@ -13,7 +13,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.measured import MeasuredLater
 from rltool.checkpoints.retention import Kept, expendable
-from rltool.config.train import CheckpointConfig
+from rltool.config.sections import CheckpointConfig
 from rltool.errors import RltoolError, RunFault, SaveFailed
 from rltool.terminal import Console
 
@@ -25,7 +25,7 @@ class SavingTrainer(Protocol):
     """What is asked of the trainer's ranks: rltool/checkpoints/saving.py on each of them."""
 
     def save_checkpoint(
-        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: Any
     ) -> None: ...
 
     def saved(self, *, wait: bool) -> Any: ...
@@ -34,7 +34,8 @@ class SavingTrainer(Protocol):
 class Checkpointer:
     """Saves of one run, at most one in flight.
 
-    describe(progress): what a resume needs beside the trainer's state, as JSON, and further files of the checkpoint.
+    describe(progress): what a resume needs beside the trainer's state, as JSON, and further files of the checkpoint
+    (SourceState.files).
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Checkpointer:
         config: CheckpointConfig,
         trainer: SavingTrainer,
         directory: Path,
-        describe: Callable[[Progress], tuple[dict[str, Any], dict[str, bytes]]],
+        describe: Callable[[Progress], tuple[dict[str, Any], Any]],
         console: Console,
         *,
         resumed_from: int | None = None,
@@ -64,7 +65,7 @@ class Checkpointer:
     def save(self, progress: Progress) -> None:
         """A checkpoint of this state: complete on return, or on its way with checkpoint.async_save.
 
-        An earlier one is waited for first. Failures of either are handled as checkpoint.on_save_failure says:
+        An earlier one is waited for first. Failures of either are handled by checkpoint.on_save_failure:
         SaveFailed, or a warning that is counted.
         """
         started = time.perf_counter()
@@ -92,8 +93,8 @@ class Checkpointer:
         return step in (self._complete, self._in_flight)
 
     def finish(self, progress: Progress) -> None:
-        """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed whatever the
-        configuration says."""
+        """At the end of the run: on return there is a complete checkpoint of this state. SaveFailed
+        regardless of on_save_failure."""
         try:
             self._settle(wait=True)
         except SaveFailed as failure:
@@ -108,7 +109,7 @@ class Checkpointer:
         self._settle(wait=True)
 
     def awaits(self, step: int) -> None:
-        """The weights after `step` training steps are being evaluated: where that tells the best checkpoint, theirs is
+        """The weights after `step` training steps are being evaluated: where that ranks checkpoints, theirs is
         not deleted before `measured`."""
         self._awaited = step if self._config.best_metric is not None else None
 

@@ -15,18 +15,18 @@ class LoggedConsole(Console):
 
     def __init__(self, screen: Console, log: Path) -> None:
         super().__init__(file=screen.file, width=screen.width, force_terminal=screen.is_terminal)
-        self._log = Console(file=log.open("a", encoding="utf-8"), width=LOG_WIDTH, no_color=True)
+        self._file_console = Console(file=log.open("a", encoding="utf-8"), width=LOG_WIDTH, no_color=True)
         self._path, self._failed = log, False
 
-    def say(self, line: str) -> None:
-        """`print` of one line, for whoever takes a function of one."""
+    def log_line(self, line: str) -> None:
+        """`print` of one line."""
         self.print(line)
 
     def print(self, *objects: Any, **options: Any) -> None:
         super().print(*objects, **options)
         try:
-            self._log.print(*objects, **options)
-            self._log.file.flush()
+            self._file_console.print(*objects, **options)
+            self._file_console.file.flush()
         except OSError as error:  # no run ends for its log; once there is room, it has what follows
             if not self._failed:
                 super().print(f"{self._path} cannot be written: {error.strerror or error}")

@@ -55,7 +55,7 @@ class Totals:
 async def simulate_sync(
     engines: Sequence[EngineEndpoint], modes: Mapping[str, PauseMode], *, seconds: float, timeout: float
 ) -> float:
-    """Pause all engines, hold them for `seconds`, and let them go on, whatever failed before. Returns how long it took.
+    """Pause all engines, hold them for `seconds`, and resume them, whatever failed before. Returns how long it took.
     modes: by URL. EngineError of the first that did not do it."""
     started = time.perf_counter()
     async with EngineClient() as client:
@@ -63,8 +63,8 @@ async def simulate_sync(
         async def each(act: str) -> None:
             calls = []
             for engine in engines:
-                speaks = controls(engine.dialect or "", plugin=engine.plugin)
-                requests = speaks.pause(modes[engine.url]) if act == "pause" else speaks.resume()
+                engine_dialect = controls(engine.dialect or "", plugin=engine.plugin)
+                requests = engine_dialect.pause(modes[engine.url]) if act == "pause" else engine_dialect.resume()
                 calls.append(client.run(engine, requests, timeout=timeout))
             results = await asyncio.gather(*calls, return_exceptions=True)
             failures = [result for result in results if isinstance(result, BaseException)]

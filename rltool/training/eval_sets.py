@@ -26,7 +26,7 @@ class EvalSets:
             own = config.eval.overrides.get(name)
             if own is not None and own.reward is not None:
                 rewards = own.rewards().model_copy(update={"workers": config.reward.workers})
-                pool = start_rewards(rewards, timeout=config.deadlines.reward, models=models)
+                pool = start_rewards(rewards, timeout=config.deadlines.call, models=models)
                 self._pools.append(pool)
                 used = Scorer(pool, decode, function=own.reward)
             else:

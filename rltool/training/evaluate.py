@@ -23,15 +23,15 @@ def check_alone(config: TrainConfig) -> None:
     check_data_files((f"eval.sets.{name}", parse_spec(held_out)) for name, held_out in config.eval.sets.items())
 
 
-def evaluate_alone(config: TrainConfig, engines: Engines, *, say: Callable[[str], None]) -> Evaluated:
+def evaluate_alone(config: TrainConfig, engines: Engines, *, log: Callable[[str], None]) -> Evaluated:
     """Every set of [eval] with the engines as they are. The configuration has passed `check_alone`."""
     # Training data is not read: the service wants prompts, and these are there anyway.
     data = config.data.model_copy(update={"train": tuple(config.eval.sets.values()), "weights": (), "source": None})
-    return asyncio.run(_evaluate(config.model_copy(update={"data": data}), engines, say))
+    return asyncio.run(_evaluate(config.model_copy(update={"data": data}), engines, log))
 
 
-async def _evaluate(config: TrainConfig, engines: Engines, say: Callable[[str], None]) -> Evaluated:
-    service = RolloutService(config, engines, log=say)
+async def _evaluate(config: TrainConfig, engines: Engines, log: Callable[[str], None]) -> Evaluated:
+    service = RolloutService(config, engines, log=log)
     try:
         await service.start()
         return await service.evaluate()

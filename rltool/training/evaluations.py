@@ -78,11 +78,13 @@ class Evaluations:
         if not self.is_due(done) or self._engines is None:
             return {}
         if self._running is not None:
-            self._writer.say(
+            self._writer.log(
                 f"the evaluation after step {done} is skipped: that of step {self._running.step} still runs"
             )
             return {"eval/skipped": 1.0}
+        started = time.perf_counter()
         self._engines.start_evaluation(done)
+        self._waited += time.perf_counter() - started
         self._running = _Running(done, self._engines.weight_version)
         self._checkpoints.awaits(done)
         if not self._config.eval.blocking and done != self._config.steps:
@@ -99,7 +101,7 @@ class Evaluations:
         if running is None or (metrics := self._take(wait=wait)) is None:
             return
         self._writer.write(running.step - 1, running.weight_version, metrics)
-        self._writer.say("evaluation of " + step_line(running.step - 1, self._config.steps, metrics))
+        self._writer.log("evaluation of " + step_line(running.step - 1, self._config.steps, metrics))
 
     def _take(self, *, wait: bool) -> dict[str, float] | None:
         assert self._engines is not None and self._running is not None
@@ -121,7 +123,7 @@ class Evaluations:
         if metrics[name] < goal:
             return
         self.reached = True
-        self._writer.say(f"{name} has reached eval.stop_at = {goal:g}: the run ends here")
+        self._writer.log(f"{name} has reached eval.stop_at = {goal:g}: the run ends here")
 
 
 def is_due(every: int, done: int) -> bool:

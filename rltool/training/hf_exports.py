@@ -18,16 +18,16 @@ class ExportingTrainer(Protocol):
 
 
 class HfExports:
-    """say: a line for the console. stops: whether one that fails ends the run (checkpoint.on_save_failure)."""
+    """log: a line for the console. stops: whether one that fails ends the run (checkpoint.on_save_failure)."""
 
     def __init__(
-        self, trainer: ExportingTrainer, run: RunDirectory, say: Callable[[str], None], *, stops: bool = True
+        self, trainer: ExportingTrainer, run: RunDirectory, log: Callable[[str], None], *, stops: bool = True
     ) -> None:
-        self._trainer, self._run, self._say, self._stops = trainer, run, say, stops
+        self._trainer, self._run, self._log, self._stops = trainer, run, log, stops
 
     def save(self, step: int, *, final: bool = False) -> None:
         """The present weights, which have `step` training steps. One that cannot be written is ExportFailed, or a
-        warning; final: the former whatever the configuration says."""
+        warning; final: the former whatever is configured."""
         target = self._run.hf_export(step)
         try:
             try:
@@ -38,9 +38,9 @@ class HfExports:
         except ExportFailed as failure:
             if final or self._stops:
                 raise
-            self._say(f"warning: {failure}")
+            self._log(f"warning: {failure}")
         else:
-            self._say(f"Hugging Face export: {target}")
+            self._log(f"Hugging Face export: {target}")
 
     def has(self, step: int) -> bool:
         """Exports appear whole or not at all."""

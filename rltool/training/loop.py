@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -33,14 +33,14 @@ from rltool.training.observe.step_metrics import step_speed
 from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.sources import BatchSource, SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
-from rltool.training.token_selection import step_generator, with_coefficients, with_selected_tokens
+from rltool.training.token_selection import with_coefficients, with_selected_tokens
 from rltool.weights.verify.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"
 """What a signal does from the first finished step on."""
 
 GIVES_UP = (
-    "the training on this rollout is given up after the optimizer step in progress; nothing else is lost, for what was "
+    "the training on this rollout is dropped after the optimizer step in progress; nothing else is lost, for what was "
     "done before is saved"
 )
 FINISHES = (
@@ -65,8 +65,8 @@ class Engines(Evaluator, Protocol):
         ...
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/* and
-        time/sync_seconds."""
+        """Bring the engines to the trainer's weights, which have `step` training steps. Returns weights/*,
+        time/sync_seconds and what else took time."""
         ...
 
 
@@ -133,7 +133,7 @@ class Parts:
 class Loop:
     """One run, from `progress` to its end.
 
-    stops_on_difference False: compare log-probabilities of trainer and engines, but go on whatever comes of it
+    stops_on_difference False: compare log-probabilities of trainer and engines, but go on in any case
     (replays). around_step(step): a context around each step.
     """
 
@@ -154,7 +154,7 @@ class Loop:
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
         self.skipped_in_a_row = 0
         self.between_updates = False
-        """The weights belong to no step: to be neither saved nor exported."""
+        """The weights belong to no step: not to be saved or exported."""
         self.scored: Scored | None = None
         self.sourced: SourcedBatch | None = None
 
@@ -179,7 +179,7 @@ class Loop:
                 self._save_before_raising()
                 raise
             if not isinstance(error, StopRequested):
-                self.writer.say(f"after the signal: {error}")
+                self.writer.log(f"after the signal: {error}")
             self._end()
         else:
             if self._saves_at(self.progress.step):
@@ -213,26 +213,29 @@ class Loop:
         """The next batch, and all optimizer steps on it; on return the step counts. Adds to `metrics`."""
         algorithm = self.config.algorithm
         with timed(metrics, "time/wait_seconds"):
-            self.sourced = sourced = self.source.next_batch(step)
+            sourced = self.source.next_batch(step)
+        self.sourced = replace(sourced, batch=sourced.batch.here())  # kept until the next batch is there
         check_has_routing(self.config, sourced.batch)
         metrics.update(sourced.metrics)
-        with self._keeping_samples(step, sourced):
+        with self._keeping_samples(step, sourced, metrics):
+            metrics.update(self.trainer.take_gpus())
             with timed(metrics, "time/train_seconds"):
                 metrics.update(self.train(sourced.batch))
             self.coefficients = self.coefficients.adapted(algorithm, metrics)
-            adapted = self.coefficients if algorithm.adapts_coefficients else None
+            adapted = self.coefficients if algorithm.adapts_kl or algorithm.adapts_entropy else None
             self.progress = Progress(step + 1, metrics=metrics, coefficients=adapted)
             self.stop.consequence = self._at_end(step + 1)
 
     def _after_update(self, done: int, metrics: dict[str, float]) -> None:
         """What follows from weights of `done` training steps: the reference's, the engines', an evaluation.
 
-        The engines do not get them where nobody asks for them any more: after a signal, for a run that resumes begins
+        The engines do not get them where they are not needed any more: after a signal, for a run that resumes begins
         with a sync; and after the last step if they end with the run. Engines of others keep the final weights.
         """
         algorithm = self.config.algorithm
         if is_due(algorithm.reference_update_steps, done):
-            self.trainer.update_reference()
+            with timed(metrics, "time/reference_seconds"):
+                self.trainer.update_reference()
         if self.stop.requested:
             return
         evaluates = self.evaluations.begins(done)
@@ -257,7 +260,7 @@ class Loop:
                     batch = batch.replace(values=self.trainer.values(batch))
             batch, shaped = with_advantages(batch, algorithm, max_response_tokens=config.sampling.max_response_tokens)
             batch, corrected = with_corrections(batch, algorithm)
-            batch, selected = with_selected_tokens(batch, algorithm, step_generator(config.seed, step))
+            batch, selected = with_selected_tokens(batch, algorithm)
             batch, adapted = with_coefficients(batch, config.algorithm, algorithm)
             metrics |= compared | shaped | corrected | selected | adapted
         compares = algorithm.loss == "policy" and "train/logprob_compared_tokens" not in metrics
@@ -294,7 +297,7 @@ class Loop:
         return metrics
 
     def _optimizer_steps(self, batch: TrainBatch) -> int:
-        """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, so many as it has
+        """Of one epoch. As configured; of a batch that was trimmed because samples were dropped, as many as it has
         global batches. Never more: an episode may be several samples, so a whole batch may have more of them than
         prompts_per_step * samples_per_prompt, and the learning rate's schedule counts the configured steps."""
         config = self.config
@@ -311,7 +314,7 @@ class Loop:
                 batch = batch.replace(old_entropies=entropies)
             else:
                 scored = self.trainer.logprobs(batch)
-            self.scored = Scored(scored, batch, range(batch.num_samples))
+            self.scored = Scored(scored, batch.here(), range(batch.num_samples))
             metrics = self._check_logprobs(scored, batch)
         batch = with_old_logprobs(batch, algorithm, scored)
         reference = self.trainer.logprobs(batch, weights="reference") if algorithm.uses_reference else None
@@ -324,10 +327,7 @@ class Loop:
             return batch
         if algorithm.uses_teacher_logprobs:
             batch = batch.replace(teacher_logprobs=self.trainer.logprobs(batch, weights="teacher"))
-        if algorithm.uses_teacher_topk:
-            ids, logprobs = self.trainer.teacher_topk(batch)
-            batch = batch.replace(teacher_topk_ids=ids, teacher_topk_logprobs=logprobs)
-        return batch
+        return self.trainer.with_teacher_fields(batch) if algorithm.uses_teacher_topk else batch
 
     def _critic_steps(self, batch: TrainBatch) -> dict[str, float]:
         """The critic's updates beside one optimizer step of the policy; their targets were fixed before it."""
@@ -343,7 +343,7 @@ class Loop:
         the check.
         """
         logprobs, found = self.trainer.forward_backward(batch, on_policy=batch.old_logprobs is None)
-        self.scored = Scored(logprobs, batch, samples)
+        self.scored = Scored(logprobs, batch.here(), samples)
         try:
             compared = self._check_logprobs(logprobs, batch)
         except TrainingStopped:
@@ -357,8 +357,8 @@ class Loop:
         """Before any optimizer step the trainer's log-probabilities [T] must agree with the engines', on tokens of the
         current policy.
 
-        A batch without such a token is not compared, and its record says so; each sync has compared the engines by
-        then. Replays compare whatever they have, and stop at nothing.
+        A batch without such a token is not compared, as its record shows; each sync has compared the engines by
+        then. Replays compare what they have, and never stop.
         """
         assert batch.rollout_logprobs is not None
         selection = current_tokens(batch, self.progress.step) if self.stops_on_difference else batch.loss_mask
@@ -391,20 +391,21 @@ class Loop:
         return done < self.config.steps or self.config.checkpoint.save_at_end
 
     @contextmanager
-    def _keeping_samples(self, step: int, sourced: SourcedBatch) -> Iterator[None]:
+    def _keeping_samples(self, step: int, sourced: SourcedBatch, metrics: dict[str, float]) -> Iterator[None]:
         """Also where the block fails: samples of the step on which trainer and engines disagreed are those to look
         at. The step counts before they are written: where they cannot be, its weights are saved under its number."""
         self.scored = None
-        with self._afterwards(lambda: self._keep_samples(step, sourced)):
+        with self._afterwards(lambda: self._keep_samples(step, sourced, metrics)):
             yield
 
-    def _keep_samples(self, step: int, sourced: SourcedBatch) -> None:
+    def _keep_samples(self, step: int, sourced: SourcedBatch, metrics: dict[str, float]) -> None:
         if self.samples is not None:
-            self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
+            with timed(metrics, "time/samples_seconds"):
+                self.samples.write(step, sourced.kept, of=sourced.batch.num_samples, scored=self.scored)
 
     @contextmanager
     def _recording(self, step: int, metrics: dict[str, float]) -> Iterator[None]:
-        """Writes the record of a step that counts once the block has ended, in whatever way: a signal that ends its
+        """Writes the record of a step that counts once the block has ended, in any way: a signal that ends its
         evaluation, or engines that cannot be synced, leave the step in the checkpoint, and a run that resumes does not
         do it again."""
         with self._afterwards(lambda: self._record(step, metrics)):
@@ -417,18 +418,18 @@ class Loop:
         metrics |= step_speed(metrics, tokens=len(sourced.batch.tokens), ranks=config.trainer.world_size)
         version = self.engines.weight_version if self.engines else ""
         self.writer.write(step, version, metrics, weight_versions=list(sourced.weight_versions))
-        self.writer.say(step_line(step, config.steps, metrics))
+        self.writer.log(step_line(step, config.steps, metrics))
 
     @contextmanager
     def _afterwards(self, write: Callable[[], None]) -> Iterator[None]:
-        """Writes once the block has ended, in whatever way. That it cannot is told beside the block's own error."""
+        """Writes once the block has ended, in any way. A failed write is logged; the block's error is raised."""
         try:
             yield
         except BaseException:
             try:
                 write()
             except OutputFailed as failure:
-                self.writer.say(str(failure))
+                self.writer.log(str(failure))
             raise
         write()
 
@@ -448,7 +449,7 @@ class Loop:
         if not self.config.eval.sets:
             return
         self.writer.write(done - 1, engines.weight_version, metrics)
-        self.writer.say(
+        self.writer.log(
             step_line(done - 1, self.config.steps, metrics).replace(
                 f"step {done}/", "before step 1 of " if done == 0 else f"resumed after step {done}/"
             )
@@ -476,12 +477,12 @@ class Loop:
             self.checkpoints.finish(self.progress)
 
     def _save_before_raising(self) -> None:
-        """An error is on its way to the user; that the checkpoint failed as well is said beside it, not in its
+        """An error is on its way to the user; that the checkpoint failed as well is logged beside it, not in its
         place."""
         try:
             self._end()
         except RltoolError as failure:
-            self.writer.say(f"no checkpoint of this state: {failure}")
+            self.writer.log(f"no checkpoint of this state: {failure}")
 
 
 def _mean(results: list[dict[str, float]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from rltool.algorithms.batch import Put
 from rltool.checkpoints.directory import latest_checkpoint, step_of
 from rltool.config.loader import Loaded
 from rltool.config.serve import POLICY
@@ -66,11 +67,11 @@ class Replay:
     steps: tuple[int, ...] | None = None
     share: float = 1.0
 
-    def source(self, config: TrainConfig) -> BatchSource:
-        """Raises UsageError when there is nothing to replay."""
+    def source(self, config: TrainConfig, put: Put | None = None) -> BatchSource:
+        """Raises UsageError when there is nothing to replay. put: as of samples_to_batch."""
         if self.recorded is None:
             return FakeRollouts(config, self.record)
-        return RecordedRollouts(config, self.recorded, steps=self.steps, share=self.share)
+        return RecordedRollouts(config, self.recorded, steps=self.steps, share=self.share, put=put)
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def _probed(
     endpoints: ModelEndpoints, needed: int | None, config: TrainConfig, *, given: str, patience: float
 ) -> ProbedFleet:
     """At the first start an address that does not answer is a mistake; when the run goes on, it may be what ended it
-    before: then `needed` of them are enough. patience: seconds for so many to answer."""
+    before: then `needed` of them are enough. patience: seconds for this many to answer."""
     deadlines, ends = config.deadlines, time.monotonic() + patience
     while True:
         try:

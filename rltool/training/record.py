@@ -21,24 +21,24 @@ from rltool.training.observe.metrics import step_line
 
 def record_rollouts(
     config: TrainConfig, engines: Engines, directory: Path, *, simulated_sync: float | None = None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Write config.steps dumps, from step 0. say(line): one line per step, once it is on disk, and what the engines
+    """Write config.steps dumps, from step 0. log(line): one line per step, once it is on disk, and what the engines
     have done in all. simulated_sync: seconds for which they are paused before each rollout but the first, as a trainer
     would pause them to send weights.
 
-    The engines' weights are whoever's they are: a version is recorded where there is one, and not demanded.
+    The engines may hold any weights: a version is recorded where there is one, and not required.
     """
     recorded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dump": True})})
     directory.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_record(recorded, engines, directory, simulated_sync, say))
+    asyncio.run(_record(recorded, engines, directory, simulated_sync, log))
 
 
 async def _record(
-    config: TrainConfig, engines: Engines, directory: Path, simulated_sync: float | None, say: Callable[[str], None]
+    config: TrainConfig, engines: Engines, directory: Path, simulated_sync: float | None, log: Callable[[str], None]
 ) -> None:
     place = GatewayPlace(directory / "sessions", directory / "gateway.key", directory / "gateway.log")
-    service, totals = RolloutService(config, engines, log=say, gateway=place), Totals()
+    service, totals = RolloutService(config, engines, log=log, gateway=place), Totals()
     try:
         await service.start()
         for step in range(config.steps):
@@ -50,7 +50,7 @@ async def _record(
                 }
                 totals.pauses.append(
                     await simulate_sync(
-                        engines.endpoints, modes, seconds=simulated_sync, timeout=config.deadlines.sync_step
+                        engines.endpoints, modes, seconds=simulated_sync, timeout=config.deadlines.sync
                     )
                 )
             started = time.perf_counter()
@@ -60,8 +60,8 @@ async def _record(
                 write_dump, directory, step=step, seed=config.seed, samples=rollout.samples,
                 info={"metrics": rollout.metrics, **about_model(config)},
             )  # fmt: skip
-            say(step_line(step, config.steps, rollout.metrics))
+            log(step_line(step, config.steps, rollout.metrics))
         for line in totals.lines(gpus=sum(info.world_size for info in engines.infos.values())):
-            say(line)
+            log(line)
     finally:
         await service.close()

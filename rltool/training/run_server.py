@@ -6,7 +6,7 @@
     GET    /metrics/engines                 the metrics of all engines of the run, in the same format
     GET    /engines                         [EngineStatus, ...]
     POST   /engines  {"url", ...}           EngineStatus; key_file is an absolute path on this host, or null (default);
-                                            group and role as in endpoints.json, where none is said the defaults there
+                                            group and role as in endpoints.json, with the defaults there
     DELETE /engines?url=...                 EngineStatus
     POST   /weights/compare {"engines"}     ComparedWeights; engines is a list of URLs, empty for all
 
@@ -54,7 +54,7 @@ _MOST_CALLS = 16
 """Calls in progress, also those that hang beyond their deadline: each holds a thread. More are answered 503 at once."""
 _MOST_BYTES = 64 * 1024
 _OF_AN_ENGINE = {"url", "key_file", "group", "role"}
-"""What is said of an engine that joins; the rest it tells itself."""
+"""The request to add an engine; a probe finds the rest."""
 _START_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 
@@ -86,8 +86,8 @@ class RunControl(Protocol):
         ...
 
     def remove_engine(self, url: str) -> EngineStatus:
-        """Returns when the engine gets no new request, or says that a weight sync has to end first; not when it has
-        left. May be sent again: then it tells how far the engine is."""
+        """Returns when the engine gets no new request, or reports that a weight sync has to end first; not when it has
+        left. May be sent again: then it has the engine's progress."""
         ...
 
     def compare_weights(self, urls: Sequence[str]) -> ComparedWeights:
@@ -272,7 +272,7 @@ class RunServer:
 
         def settle(value: Any, error: BaseException | None) -> None:
             self._calls -= 1
-            if result.done():  # it was given up
+            if result.done():  # it was cancelled
                 return
             if error is not None:
                 result.set_exception(error)

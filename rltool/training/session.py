@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.exceptions import RayError
 
 import rltool
@@ -68,7 +69,7 @@ class Outcome:
 
     checkpoint: the newest of this run, None where there is none. parameter_hash: sha256 over all parameters of all
     ranks, comparable between runs of one parallel layout; None where this command trained nothing, or the training on a
-    rollout was given up. stopped_by: the signal that ended it before its last step. gave_up: between two optimizer
+    rollout was dropped. stopped_by: the signal that ended it before its last step. gave_up: between two optimizer
     steps of one rollout, after steps that are saved.
     """
 
@@ -81,7 +82,7 @@ class Outcome:
 
 
 def execute(prepared: Prepared, lock: RunLock, console: Console, stop: StopSignal) -> Outcome:
-    """Start everything, train, and take everything apart again, whatever happens. UsageError if somebody else has the
+    """Start everything, train, and take everything apart again, in any case. UsageError if another process has the
     run."""
     run = open_run(prepared.run.name, create=True, root=prepared.run.path.parent)
     lock.take()
@@ -116,34 +117,36 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         stack.enter_context(marking(run, state))
         end_left_behind(run, report=console.print)
         console.print(f"placement: {prepared.plan.describe()}")
+        for line in prepared.plan.memory:
+            console.log_line(line)
         if prepared.gpus:
-            console.say(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
+            console.log_line(f"GPUs of this host: {','.join(map(str, prepared.gpus))}")
         if prepared.fleet is not None:
             _describe(prepared, run, console)
         sends = _hosts_rendezvous(prepared) or prepared.expected is not None
         for line in beyond_loopback(config, prepared.plan.device, sends=sends):
             console.print(f"open to the network: {line}", style="yellow")
-        stop.consequence = "the start is given up; nothing was trained, and no checkpoint is written"
+        stop.consequence = "the start was cancelled; nothing was trained, and no checkpoint is written"
         look = stop.raise_if_requested
         deadlines = config.deadlines
-        with waiting(f"starting Ray (deadlines.ray_start = {deadlines.ray_start:g} s)", console.say):
+        with waiting(f"starting Ray (deadlines.start = {deadlines.start:g} s)", console.log_line):
             stack.enter_context(
                 ray_cluster(
-                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.ray_start,
+                    config.ray, prepared.plan, gpus=prepared.gpus, deadline=deadlines.start,
                     preflight=deadlines.preflight, while_waiting=look, logs=log_dir / "ray",
                 )
             )
         stop.arm()
-        with waiting(f"placing the ranks (deadlines.placement = {deadlines.placement:g} s)", console.say):
-            group = stack.enter_context(placed(prepared.plan, deadlines.placement, look))
+        with waiting(f"placing the ranks (deadlines.start = {deadlines.start:g} s)", console.log_line):
+            group = stack.enter_context(placed(prepared.plan, deadlines.start, look))
             places = find_places(
-                config.ray, group, prepared.plan.bundles, deadlines.placement, look, shared=prepared.plan.shares_gpus
+                config.ray, group, prepared.plan.bundles, deadlines.start, look, shared=prepared.plan.shares_gpus
             )
         managed = None
         if prepared.expected is not None and group is not None:
             managed = ManagedEngines(config, run, prepared.plan, group, places, log_dir, console)
             stack.callback(managed.close)
-            if not prepared.plan.shares_gpus:
+            if prepared.plan.starts_beside:
                 _begin(managed, console, look)
         ranks_at = in_order([place for place in places if place.bundle < len(prepared.plan.trainer)])
         order = [place.bundle for place in ranks_at]
@@ -151,29 +154,35 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         ranks = f"{config.trainer.world_size} rank{'s' if config.trainer.world_size > 1 else ''}"
         with waiting(
             f"building the model on {ranks} (trainer.rendezvous_timeout = {config.trainer.rendezvous_timeout:g} s)",
-            console.say,
+            console.log_line,
         ):
             trainer.start(config.policy_optimizer_steps, look)
         stack.push(_closing(trainer))
         devices = describe_devices(prepared.plan.device, trainer.devices)
-        console.say(f"trainer: {devices}")
+        console.log_line(f"trainer: {devices}")
         write_json_atomic(run.config_file, {**settings, "facts": run_facts(config, devices, prepared.fleet)})
         from_where = prepared.resume_from or config.model.path
-        with waiting(f"loading {from_where} (deadlines.trainer_call = {deadlines.trainer_call:g} s)", console.say):
+        with waiting(f"loading {from_where} (deadlines.step = {deadlines.step:g} s)", console.log_line):
             loaded = _load(prepared, run, trainer, attempt_of(log), look)
         progress, lineage = loaded.progress, loaded.lineage
         if managed is not None:
-            if prepared.plan.shares_gpus:  # engines look how much memory there is when they load
-                trainer.offload()
+            # The order: engines that take what they find free on the trainer's GPUs (a fraction, as they measure it
+            # when they start) come after it has left. All others load beside it, and while they do it compiles its
+            # kernels, which needs its parameters, and allocates the host's memory that these will wait in.
+            if prepared.plan.starts_beside:
+                trainer.warm_up(look)
+            if prepared.plan.shares_gpus:
+                trainer.offload(look)
+            if not prepared.plan.starts_beside:
                 _begin(managed, console, look)
             with waiting(
-                "waiting for the engines (engines.groups: ready_timeout)", console.say,
+                "waiting for the engines (engines.groups: ready_timeout)", console.log_line,
                 still=lambda: managed.starting,
             ):  # fmt: skip
                 prepared = with_engines(prepared, managed.wait(look))
             config = prepared.config
             _describe(prepared, run, console)
-        with waiting(f"reading the data (deadlines.batch = {config.deadlines.batch:g} s)", console.say):
+        with waiting(f"reading the data (deadlines.step = {config.deadlines.step:g} s)", console.log_line):
             processes = managed.handles() if managed is not None else None
             engines = _rollouts(prepared, run, trainer, lineage, log_dir, console, stop, stack, processes)
             source = _source(prepared, engines)
@@ -188,7 +197,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         writer = MetricsWriter(run.metrics_file, console=console, loggers=loggers, first_step=progress.step)
         stack.callback(writer.close)
 
-        def describe(at: Progress) -> tuple[dict[str, Any], dict[str, bytes]]:
+        def describe(at: Progress) -> tuple[dict[str, Any], Any]:
             kept = source.state_dict(at.step)
             facts = {
                 "step": at.step,
@@ -208,11 +217,11 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
             console,
             resumed_from=progress.step if progress.saved else None,
         )
-        recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.say)
+        recording = StepRecording(config.monitor, trainer, run.path / "profile", writer.log)
         stack.callback(recording.close)
         samples = SampleLog(run.samples_dir)
         stops = config.checkpoint.on_save_failure == "stop"
-        exports = HfExports(trainer, run, console.say, stops=stops)
+        exports = HfExports(trainer, run, console.log_line, stops=stops)
         parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
@@ -223,7 +232,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         newest = latest_checkpoint(run.checkpoints_dir)
         if loop.between_updates:
             if config.checkpoint.save_hf_at_end:
-                console.say("no export (checkpoint.save_hf_at_end): the ranks hold half a step; use convert-ckpt")
+                console.log_line("no export (checkpoint.save_hf_at_end): the ranks hold half a step; use convert-ckpt")
             return Outcome(done.step, newest, None, stop.exit_code, stopped_by, gave_up=True)
         if config.checkpoint.save_hf_at_end:
             exports.save(done.step, final=True)
@@ -231,7 +240,7 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
 
 
 def _begin(managed: ManagedEngines, console: LoggedConsole, look: Waiting) -> None:
-    with waiting("starting the engines", console.say):
+    with waiting("starting the engines", console.log_line):
         managed.start(look)
 
 
@@ -241,11 +250,11 @@ def _describe(prepared: Prepared, run: RunDirectory, console: LoggedConsole) -> 
     for line in describe_engines(prepared.fleet, prepared.config):
         console.print(line)
     for name, engines in prepared.models.items():
-        console.say(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
+        console.log_line(f"model {name}: {len(engines.endpoints)} engines, weights not updated")
     if prepared.evaluation is not None:
-        console.say(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
+        console.log_line(f"engines for evaluation alone: {describe_fleet(prepared.evaluation)}")
     if prepared.config.weights.engines:
-        console.say(describe_routes(prepared.fleets, prepared.config, prepared.device))
+        console.log_line(describe_routes(prepared.fleets, prepared.config, prepared.device))
     warnings = [line for fleet in prepared.fleets for line in foreign_weights(fleet, run.run_id)]
     for line in [*warnings, *idle_rules(prepared.fleets, prepared.config.weights)]:
         console.print(line, style="yellow")
@@ -261,8 +270,8 @@ def _hosts_rendezvous(prepared: Prepared) -> bool:
 
 
 def _closing(trainer: TrainerGroup) -> Callable[..., None]:
-    """Closes the ranks, which waits for a save in flight. Not where one of them died, hangs or raised what nobody
-    expected, for the others may wait for it; where the start was given up; and not after a second Ctrl-C: they end
+    """Closes the ranks, which waits for a save in flight. Not where one of them died, hangs or raised an unexpected
+    error, for the others may wait for it; where the start was cancelled; and not after a second Ctrl-C: they end
     with Ray then. What the driver failed of costs no save."""
 
     def close(kind: type[BaseException] | None, *_: object) -> None:
@@ -348,7 +357,7 @@ def _evaluation_engines(prepared: Prepared) -> Engines | None:
 def _source(prepared: Prepared, engines: Rollouts | None) -> BatchSource:
     config = prepared.config
     if prepared.replay is not None:
-        return prepared.replay.source(config)
+        return prepared.replay.source(config, ray.put)
     if config.algorithm.loss == "sft":
         return SupervisedData(config)
     assert engines is not None

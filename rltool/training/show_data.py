@@ -13,7 +13,7 @@ from rltool.training.manager.inputs import load_train_prompts
 
 def describe_data(config: TrainConfig, *, show: int) -> Iterator[str]:
     """Lines: what was read and left out, then the first `show` prompts in the order in which a run draws them.
-    UsageError for whatever is wrong with the data."""
+    UsageError for what is wrong with the data."""
     tokenizer = load_tokenizer(
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
         trust_remote_code=config.model.trust_remote_code,

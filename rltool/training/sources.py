@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import Put, TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
@@ -69,7 +69,7 @@ class Stateless:
 
 
 def _dated(batch: TrainBatch, step: int) -> TrainBatch:
-    """Samples that do not say which weights sampled them are taken for on-policy ones."""
+    """Samples without weight versions count as on-policy."""
     if batch.token_versions is not None:
         return batch
     return batch.replace(token_versions=torch.where(batch.loss_mask > 0, step, -1))
@@ -79,12 +79,14 @@ class RecordedRollouts(Stateless):
     """Replays dumps, step by step. No engine takes part.
 
     steps: the recorded one of each training step, None: that of the same number. share: of each step's prompt groups.
+    put: as of samples_to_batch.
     """
 
     def __init__(
-        self, config: TrainConfig, directory: Path, *, steps: tuple[int, ...] | None = None, share: float = 1.0
-    ) -> None:
-        self._config, self._chosen, self._share = config, steps, share
+        self, config: TrainConfig, directory: Path, *, steps: tuple[int, ...] | None = None, share: float = 1.0,
+        put: Put | None = None,
+    ) -> None:  # fmt: skip
+        self._config, self._chosen, self._share, self._put = config, steps, share, put
         self.directory = directory
         self.steps = dumped_steps(directory) if directory.is_dir() else []
         if not self.steps:
@@ -99,11 +101,11 @@ class RecordedRollouts(Stateless):
         config = self._config
         check_samples(config, samples)
         batch = samples_to_batch(
-            samples, mask_truncated=config.rollout.mask_truncated, part_weights=config.part_weights
+            samples, mask_truncated=config.rollout.mask_truncated, part_weights=config.part_weights, put=self._put
         )
-        if config.sampling.truncates and batch.sampling_mask is None:
+        if config.sampling.truncates and not batch.has("sampling_mask"):
             raise UsageError(
-                f"the samples of step {step} in {self.directory} do not tell which tokens were left to choose from, "
+                f"the samples of step {step} in {self.directory} do not record which tokens were left to choose from, "
                 f"and sampling.top_p = {config.sampling.top_p:g}, sampling.top_k = {config.sampling.top_k}: set both "
                 "as they were when these were sampled"
             )

@@ -13,7 +13,7 @@ _STDERR = 2
 
 
 class StopRequested(BaseException):
-    """Raised out of a wait that may be given up. Not an Exception: no handler of failures shall swallow it."""
+    """Raised out of a wait that may be cancelled. Not an Exception: no handler of failures shall swallow it."""
 
 
 def write_at_once(line: str) -> None:
@@ -23,17 +23,17 @@ def write_at_once(line: str) -> None:
 
 
 class StopSignal:
-    """`requested` names the first signal that came. It is for the loop, and for waits that may be given up, to see.
+    """`requested` names the first signal that came. It is for the loop, and for waits that may be cancelled, to see.
 
     The handler raises nothing: an exception that comes out of it inside one of Ray's waits ends as a SystemError
     ("returned a result with an exception set"), and now and then it did. A second Ctrl-C takes that risk. What it does
-    is say at once what happens now: `consequence`, which the run keeps up to date.
+    is log at once what happens now: `consequence`, which the run keeps up to date.
     """
 
-    def __init__(self, say: Callable[[str], None] = write_at_once) -> None:
+    def __init__(self, log: Callable[[str], None] = write_at_once) -> None:
         self.requested: signal.Signals | None = None
         self.consequence = "the run ends"
-        self._say = say
+        self._log = log
 
     @property
     def exit_code(self) -> int:
@@ -70,7 +70,7 @@ class StopSignal:
             raise KeyboardInterrupt
         if self.requested is None:
             self.requested = signal.Signals(number)
-            self._say(f"\n{self.name}: {self.consequence}; Ctrl-C{self._again} ends at once\n")
+            self._log(f"\n{self.name}: {self.consequence}; Ctrl-C{self._again} ends at once\n")
 
     @property
     def _again(self) -> str:

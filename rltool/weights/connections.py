@@ -39,11 +39,12 @@ from rltool.weights.transport import (
 NO_RANK = 'no rank of the trainer is on one of its GPUs, and weights.transport "ipc" needs one on each: use "gloo"'
 Run = Callable[[EngineEndpoint, Sequence[HttpRequest]], Awaitable[None]]
 STEP_SHARE = 2
-"""Engines wait so many step deadlines where they share a step with the trainer: one that hangs costs the others one."""
+"""Engines wait this many step deadlines where they share a step with the trainer: one that hangs costs the others
+one."""
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited: all of them (ranks_together). plan: what they send; every rank has the same, and
+    """The trainer's ranks, awaited: all of them (rank_barrier). plan: what they send; every rank has the same, and
     cuts it into the same buckets (weights.bucket_bytes)."""
 
     plan: ExportPlan
@@ -57,7 +58,7 @@ class Ranks(Protocol):
         ...
 
     async def abort_transfer(self, urls: Sequence[str], reason: str) -> None:
-        """Beside `join` and `send`: what is under way to these engines ends."""
+        """Beside `join` and `send`: what is in flight to these engines ends."""
         ...
 
     async def leave_transfer(self, urls: Sequence[str] | None = None) -> None: ...
@@ -133,7 +134,7 @@ class Connections:
             left, self._left = sorted(self._left), set()
             await self._ranks.leave_transfer(left)
         new = [engine for engine in engines if not self._is_connected(engine)]
-        # The ranks wait for whoever they host, as long as joining may take: none that is known to be away is hosted.
+        # The ranks wait for every engine that they host, as long as joining may take: no absent one is hosted.
         errors = await self._calls.gather([engine.endpoint for engine in new], self._calls.answers)
         chosen, refused = self._choose([engine for engine in new if engine.url not in errors])
         errors |= refused
@@ -146,7 +147,7 @@ class Connections:
                 answered = await self._calls.gather(hosted, self._join(chosen, meeting, joining))
             finally:
                 joined = await joining
-        # What the engine says of its failure is nearer to the cause than our waiting for it in vain.
+        # The engine's own error is nearer to the cause than our timeout.
         errors |= {url: EngineError(reason) for url, reason in joined.items()} | answered
         errors |= {url: EngineError(NO_RANK) for url in chosen if url not in meeting and url not in errors}
         self._connected |= {
@@ -164,9 +165,9 @@ class Connections:
         if connection is not None and engine is not None:
             await _leave(self._calls.run_briefly, engine.endpoint, connection.control)
 
-    async def leave(self, ceded: Collection[str]) -> Failures:
+    async def leave(self, lost: Collection[str]) -> Failures:
         """At the end of the run: engines out of their groups, and resumed. Failures are returned."""
-        calls, ours = self._calls, [m for m in self._fleet.members() if m.url not in ceded]
+        calls, ours = self._calls, [m for m in self._fleet.members() if m.url not in lost]
 
         async def leave(endpoint: EngineEndpoint) -> None:
             await _leave(calls.run, endpoint, self._connected[endpoint.url].control)
@@ -177,7 +178,7 @@ class Connections:
         errors = await calls.gather([m.endpoint for m in ours if m.url in self._connected], leave)
         gone = (State.DEAD, State.STARTING, State.ASLEEP)
         members = [m for m in self._fleet.members() if m.takes_weights and m.state not in gone]
-        errors = await calls.gather([m.endpoint for m in members if m.url not in ceded], resume) | errors
+        errors = await calls.gather([m.endpoint for m in members if m.url not in lost], resume) | errors
         self._connected = {}
         await self._ranks.leave_transfer()
         return {url: str(error) for url, error in errors.items()}
@@ -186,7 +187,7 @@ class Connections:
 
     def _is_connected(self, engine: Member) -> bool:
         """Whether its group is with this process of it. One whose weights are not known to be ours may be another
-        process: its owner may have started it again with the same boot id, or it tells none."""
+        process: its owner may have started it again with the same boot id, or it reports none."""
         connection = self._connected.get(engine.url)
         return connection is not None and connection.boot_id == engine.boot_id and engine.version is not None
 
@@ -229,7 +230,7 @@ class Connections:
 
 
 async def _leave(run: Run, endpoint: EngineEndpoint, control: ReceiverControl) -> None:
-    """Of an engine that generates, or may: it goes on, whatever became of its leaving. Raises EngineError."""
+    """Of an engine that generates, or may: it goes on, however its leaving ended. Raises EngineError."""
     if not isinstance(control, PausingControl):
         await run(endpoint, control.leave(GROUP))
         return

@@ -12,14 +12,14 @@ from rltool.errors import EngineError, EngineTimedOut, EngineUnreachable
 from rltool.weights.liveness import while_alive
 
 LEAVE_SECONDS = 5.0
-"""For telling an engine whose update failed to leave its group, or one that has fallen silent to resume;
+"""For an engine whose update failed to leave its group, or one that has fallen silent to resume;
 if it does not answer that either, its deadline will do."""
 
 Act = Callable[[EngineEndpoint], Awaitable[None]]
 
 
 class EngineCalls:
-    """deadline: seconds for each step (deadlines.sync_step)."""
+    """deadline: seconds for each step (deadlines.sync)."""
 
     def __init__(self, engines: EngineSet, deadline: float) -> None:
         self.client, self.fleet, self.deadline = engines.client, engines.fleet, deadline
@@ -28,11 +28,11 @@ class EngineCalls:
         await self.client.run(endpoint, requests, timeout=self.deadline)
 
     async def run_briefly(self, endpoint: EngineEndpoint, requests: Sequence[HttpRequest]) -> None:
-        """To an engine that has failed already: nobody waits long for its answer."""
+        """To an engine that has failed already: its answer is not waited for long."""
         await self.client.run(endpoint, requests, timeout=LEAVE_SECONDS)
 
     async def answers(self, endpoint: EngineEndpoint) -> None:
-        """EngineUnreachable if it does not. What it says is no matter: a paused SGLang calls itself not ready."""
+        """EngineUnreachable if it does not. Any answer counts: a paused SGLang calls itself not ready."""
         try:
             await self.client.health(endpoint)
         except EngineUnreachable:
@@ -41,7 +41,7 @@ class EngineCalls:
             pass
 
     async def gather(self, endpoints: Sequence[EngineEndpoint], act: Act) -> dict[str, EngineError]:
-        """`act` on all of them; an engine that answers no health check any more meanwhile is given up. Returns the
+        """`act` on all of them; an engine that answers no health check any more meanwhile is dropped. Returns the
         errors by URL."""
         steps = (while_alive(self.client, endpoint, act(endpoint)) for endpoint in endpoints)
         results = await asyncio.gather(*steps, return_exceptions=True)
@@ -56,4 +56,4 @@ class EngineCalls:
 
 def named_deadline(error: EngineError) -> EngineError:
     """The error of a step, with the name of the deadline where it has passed one."""
-    return error.named("deadlines.sync_step") if isinstance(error, EngineTimedOut) else error
+    return error.named("deadlines.sync") if isinstance(error, EngineTimedOut) else error

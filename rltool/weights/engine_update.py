@@ -1,5 +1,5 @@
 """One engine in one weight sync, from top to bottom: open -> receive -> finish -> resume. One that fails at any of
-these is given up, and told to resume all the same.
+these is aborted, and still resumed.
 
 Engines that can have the bytes before they load them (disk, delta, staged) generate until they have them, and are
 opened then. Where a transport can, pause, begin and receive are one request.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,10 +32,10 @@ from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import OneRequestControl, PausingControl, ReceiverControl, Rendezvous
 
 REASON_SECONDS = 5.0
-"""For an engine that the ranks have given up to report what is wrong: that is nearer to the cause than what they
+"""For an engine that the ranks have aborted to report what is wrong: that is nearer to the cause than what they
 saw."""
 WITHDRAW_SECONDS = 5.0
-"""For a request that is given up to have ended here, before the engine is asked to leave its group and to resume."""
+"""For a cancelled request to have ended here, before the engine leaves its group and resumes."""
 
 Sending = asyncio.Future[SendReport]
 
@@ -78,6 +78,8 @@ class EngineUpdate:
         """When it was to stand still; None: it has not been asked."""
         self.paused_seconds = 0.0
         """From then until it went on."""
+        self.wake_seconds = 0.0
+        """For which it took its memory back."""
         self.received_at: float | None = None
         """When it had all that the ranks have sent."""
         self.goes_on = False
@@ -92,7 +94,7 @@ class EngineUpdate:
 
     async def attempt(self, step: Awaitable[None]) -> None:
         """One of the steps below. Its failure is this engine's alone, and so is silence: an engine that answers no
-        health check meanwhile is given up at once."""
+        health check meanwhile is aborted at once."""
         try:
             await while_alive(self._calls.client, self.endpoint, step)
         except EngineError as error:
@@ -107,14 +109,15 @@ class EngineUpdate:
         if self._in_one_request is not None:  # which `_take` sends
             self._begin()
             return
-        await self._calls.run(self.endpoint, self._stop())
+        with self._waking():
+            await self._calls.run(self.endpoint, self._stop())
         self._has_room = True
         self._require_paused()
         self._begin()
         await self._calls.run(self.endpoint, self._control.begin())
 
     async def update(self, sending: Sending) -> None:
-        """It takes the weights beside the sending, bears the version and goes on, at its own pace."""
+        """It takes the weights beside the sending, has the version and goes on, at its own pace."""
         await self._receive(sending)
         await asyncio.wait((sending,))
         if self._given_up(sending) is not None:
@@ -126,13 +129,14 @@ class EngineUpdate:
             await self.resume()
 
     async def resume(self) -> None:
-        """It goes on, whatever became of its update: a frozen engine serves nobody, not even another run."""
+        """It goes on, however its update ended: a paused engine serves no one, not even another run."""
         run = self._calls.run_briefly if self.is_silent else self._calls.run
         if self._is_mixture:
             with suppress(EngineError):  # it is to go on all the same
                 await self._calls.run_briefly(self.endpoint, self._control.abandon())
         try:
-            await run(self.endpoint, self._go_on())
+            with self._waking():
+                await run(self.endpoint, self._go_on())
             self.is_asleep = self.is_asleep and not self._has_room
         finally:
             self._stood_still()
@@ -178,8 +182,8 @@ class EngineUpdate:
     # -- receive
 
     async def _receive(self, sending: Sending) -> None:
-        """The engine takes every bucket, in order. One that fails is aborted at the trainer, and told to leave its
-        group: neither waits for the other any more, nor do the other engines."""
+        """The engine takes every bucket, in order. One that fails is aborted at the trainer, and leaves its
+        group: no side waits for the other any more, and no other engine does."""
         try:
             async with beside(self._take(sending), grace=WITHDRAW_SECONDS) as (taking,):
                 await asyncio.wait((taking, sending), return_when=asyncio.FIRST_COMPLETED)
@@ -326,11 +330,20 @@ class EngineUpdate:
         return controls(self.endpoint.dialect or "").pause(self._pause_mode)
 
     def _go_on(self) -> list[HttpRequest]:
-        """After it, whatever became of the update: half awake an engine is of no use."""
+        """After it, however the update ended: a half-awake engine is of no use."""
         resume = (self._pausing or controls(self.endpoint.dialect or "")).resume()
         if self.plan.gpus is not None and self.is_asleep:
             return [*self.plan.gpus.residency(self.engine.info).caches_back(), *resume]
         return resume
+
+    @contextmanager
+    def _waking(self) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self.is_asleep:
+                self.wake_seconds += time.perf_counter() - started
 
     def _stood_still(self) -> None:
         if self.paused_at is not None:

@@ -1,4 +1,4 @@
-"""A step of a weight sync at one engine, given up as soon as the engine is known to be gone.
+"""A step of a weight sync at one engine, aborted as soon as the engine is known to be gone.
 
 A step has a long deadline, for loading weights may take minutes; an engine that is stopped or cut off would hold up the
 whole fleet for all of it. So an engine that is slow has to answer health checks meanwhile, which its server does beside
@@ -48,6 +48,6 @@ async def _silence(client: EngineClient, endpoint: EngineEndpoint) -> None:
             missed = 0
         except EngineUnreachable:
             missed += 1
-        except EngineError:  # whatever it says, it answers; the step has a deadline of its own
+        except EngineError:  # any answer counts; the step has a deadline of its own
             missed = 0
             await asyncio.sleep(HEALTH_SECONDS)

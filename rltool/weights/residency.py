@@ -10,7 +10,8 @@ a pause stands for it, and the processes take turns all the same.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,20 +96,20 @@ def residency_of(
 
     UsageError, a sentence without the engine's name, for one that was not started for that.
     """
-    speaks, levels = controls(info.dialect, plugin=info.plugin), info.sleep_levels
+    engine_dialect, levels = controls(info.dialect, plugin=info.plugin), info.sleep_levels
     if updated and 2 in levels:
-        return Sleep(speaks, 2)
+        return Sleep(engine_dialect, 2)
     if from_disk and 2 in levels:
-        return SleepToDisk(speaks, info.model_path)
+        return SleepToDisk(engine_dialect, info.model_path)
     if from_disk and 1 in levels:
         raise UsageError(
             "keeps its weights in the host's memory while it sleeps (--enable-weights-cpu-backup), and models.NAME."
             'sleep is "disk": leave the flag out, or sleep'
         )
     if 1 in levels:
-        return Sleep(speaks, 1)
+        return Sleep(engine_dialect, 1)
     if trainer_device == "cpu":
-        return Pause(speaks)
+        return Pause(engine_dialect)
     memory = launches(info.dialect).memory
     flags = memory.sleep if updated or from_disk else (*memory.sleep, *memory.keep_weights)
     raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {' '.join(flags)}")
@@ -131,6 +132,8 @@ class SharedGpus:
 
     def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]]) -> None:
         self._ranks, self._trainer_device, self.end = trainer.ranks, trainer.device, end
+        self.offload_seconds = 0.0
+        """For which the ranks gave their memory away in the last `parameters`."""
 
     def residency(self, info: EngineInfo) -> EngineResidency:
         return residency_of(info, self._trainer_device, updated=True)
@@ -139,9 +142,15 @@ class SharedGpus:
     async def parameters(self) -> AsyncIterator[None]:
         """Inside, the ranks have their parameters on their devices and nothing else of the training; after it, not
         even these."""
-        await self._ranks.offload(TRAINED)
+        self.offload_seconds = 0.0
+        await self._offload(TRAINED)
         await self._ranks.onload(SENT)
         try:
             yield
         finally:
-            await self._ranks.offload(SENT)
+            await self._offload(SENT)
+
+    async def _offload(self, parts: Sequence[Part]) -> None:
+        started = time.perf_counter()
+        await self._ranks.offload(parts)
+        self.offload_seconds += time.perf_counter() - started

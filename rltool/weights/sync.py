@@ -8,7 +8,7 @@ the fleet and the HTTP client live, the one owner of the control plane.
   is near does not stand still for one that fetches from far. New requests go there when the sync has ended.
 - A version is given to an engine only after all of its bytes are there, and its prefix cache is dropped.
 - Each engine's failure is its own: it is a line of `SyncReport.failed`, the fleet has the engine STALE, the others go
-  on. Only a sync that reaches nobody raises.
+  on. Only a sync that reaches no engine raises.
 - An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet,
   is sampled directly, and the ranks score its tokens.
 - Engines that are asleep, on the trainer's own GPUs, wake up in it (weights/residency.py): their weights where others
@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet.engine_set import EngineSet
@@ -43,7 +43,7 @@ from rltool.weights.verify.values import ValueCheck
 
 @dataclass(frozen=True)
 class SyncDeadlines:
-    """Seconds for each step at an engine (deadlines.sync_step), and for it to take one bucket (deadlines.bucket)."""
+    """Seconds for each step at an engine (deadlines.sync), and for it to take one bucket (a quarter of that)."""
 
     step: float
     bucket: float
@@ -71,8 +71,8 @@ class WeightSync:
         """Bring every engine that takes weights, and can be paused now, to `version`.
 
         only: these engines, which missed the version; the others go on serving. check_all: compare values of every
-        engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and whatever a
-        rank raises; every engine that was paused has been told to resume all the same, and none is PAUSED in the fleet.
+        engine, not of new connections alone. Raises WeightSyncFailed when no engine took the weights, and what a
+        rank raises; every engine that was paused has been resumed, and none is PAUSED in the fleet.
         """
         with garbage.paused():
             self._updates = []
@@ -81,12 +81,13 @@ class WeightSync:
             asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
             async with self.gpus.parameters():
                 try:
-                    return await self._sync(version, check_all=check_all, only=only)
+                    report = await self._sync(version, check_all=check_all, only=only)
                 finally:
                     awake = [update.url for update in self._updates if not update.is_asleep]
                     for url in asleep:
                         if url not in awake:
                             await self.gpus.end(url, "it did not wake up")
+            return replace(report, offload=self.gpus.offload_seconds)
 
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started, phases = time.perf_counter(), dict[str, float]()
@@ -142,6 +143,7 @@ class WeightSync:
             str(version), sum(map(bucket_bytes, self._buckets)), time.perf_counter() - started, phases,
             tuple(update.url for update in updated), failures, difference,
             max(update.paused_seconds for update in updates), sent.patch_bytes, sent.memory,
+            wake=max(update.wake_seconds for update in updates),
         )  # fmt: skip
 
     async def leave_engine(self, url: str) -> None:
@@ -149,12 +151,12 @@ class WeightSync:
         Raises EngineError."""
         await self.connections.leave_engine(url)
 
-    async def leave(self, *, ceded: Collection[str] = ()) -> Failures:
+    async def leave(self, *, lost: Collection[str] = ()) -> Failures:
         """At the end of the run: engines resumed and out of their transfer groups. Failures are returned.
 
-        ceded: engines that another run controls by now, whose group would be the one shut down.
+        lost: engines that another run controls by now, whose group would be the one shut down.
         """
-        return await self.connections.leave(ceded)
+        return await self.connections.leave(lost)
 
     # -- the rest is private
 
@@ -182,7 +184,7 @@ class WeightSync:
         return new
 
     async def _transfer(self, version: WeightVersion, updates: Sequence[EngineUpdate]) -> SendReport | None:
-        """The ranks send, and each engine receives, bears the version and goes on at its own pace."""
+        """The ranks send, and each engine receives, has the version and goes on at its own pace."""
         if not updates:
             return None
         urls = [update.url for update in updates]
@@ -224,7 +226,7 @@ class WeightSync:
         lines = "\n".join(f"  {url}: {reason}" for url, reason in failures.items())
         return (
             f"weights {version} reached none of {len(failures)} engines:\n{lines}\n"
-            "If an engine has died, its log tells why (`rltool logs`); "
+            "If an engine has died, see its log (`rltool logs`); "
             "`rltool engines resume` frees engines that stayed paused."
         )
 

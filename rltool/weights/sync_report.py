@@ -32,6 +32,8 @@ class SyncReport:
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
     that was paused longest stood still; patch_bytes, memory: see SendReport; of the trainer rank that held most.
+    wake: for which engines that were asleep took their memory back; offload: for which the ranks gave theirs away,
+    beside `seconds`.
     """
 
     version: str
@@ -44,6 +46,8 @@ class SyncReport:
     paused: float = 0.0
     patch_bytes: int | None = None
     memory: Memory = NONE
+    wake: float = 0.0
+    offload: float = 0.0
 
     def line(self) -> str:
         """One line for the log."""
@@ -90,6 +94,6 @@ def timed(phases: dict[str, float], name: str) -> Iterator[None]:
 
 
 def _rate(num_bytes: int, seconds: float) -> str:
-    """In the unit in which it is a number that says something."""
+    """In a readable unit."""
     per_second = num_bytes / max(seconds, 1e-9)
     return f"{per_second / 1e9:.2f} GB/s" if per_second >= 1e8 else f"{per_second / 1e6:.1f} MB/s"

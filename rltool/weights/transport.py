@@ -70,8 +70,9 @@ class Rendezvous:
 class SenderOptions:
     """What all senders of a trainer have in common.
 
-    device: the trainer's own; deadline: seconds for joining, and then for each bucket (deadlines.bucket); directory: of
-    this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go with those files.
+    device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
+    directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
+    with those files.
     gpu: UUID of the rank's own, "" without one; largest_bucket: bytes; encoder: with weights.delta, what has changed.
     """
 
@@ -100,7 +101,7 @@ class SenderTransport(Protocol):
 
     `host` is called first, then `join`; for each sync `begin`, `send` for each bucket in order, `finish`; `close` last.
     All but `host` and `abort` are called on one thread of this connection's own, which they may block: join, begin,
-    finish, and send with its wait, each for deadlines.bucket at most; then the connection is aborted.
+    finish, and send with its wait, each for the bucket's deadline at most; then the connection is aborted.
     """
 
     device: torch.device
@@ -139,7 +140,7 @@ class SenderTransport(Protocol):
 
     def abort(self, reason: str) -> None:
         """From any thread, at any time, idempotent, returns at once. A blocked `join`, `send` or `wait` ends as soon as
-        the transport can make it; nobody waits for that but its own thread, which then calls `close`."""
+        the transport can make it; only its own thread waits for that, which then calls `close`."""
         ...
 
     def close(self) -> None:
@@ -149,7 +150,7 @@ class SenderTransport(Protocol):
     def ready(self, version: str, number: int, seconds: float) -> None:
         """From any thread, where the control is `acknowledged`: the engine has taken the first `number` buckets of
         `version`. Returns once the next one lies there for it, or there is none. Raises TransportError where it does
-        not come within so many seconds."""
+        not come within this many seconds."""
         raise TransportError("its engine acknowledges no buckets")
 
 
@@ -169,13 +170,13 @@ class ReceiverControl(Protocol):
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         """Join the group; blocks in the engine until the trainer has joined as rank 0. timeout_seconds: for that, and
-        then for each bucket, in an engine that can be told."""
+        then for each bucket, in an engine that takes it."""
         ...
 
     def prefetch(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str, seconds: float
     ) -> list[HttpRequest]:
-        """Have everything ready that needs no pause, within so many seconds. With after_send or staged alone."""
+        """Have everything ready that needs no pause, within this many seconds. With after_send or staged alone."""
         ...
 
     def begin(self) -> list[HttpRequest]: ...
@@ -188,7 +189,7 @@ class ReceiverControl(Protocol):
         ...
 
     def finish(self, version: str) -> list[HttpRequest]:
-        """The update is complete: the engine drops its prefix cache and bears the version."""
+        """The update is complete: the engine drops its prefix cache and has the version."""
         ...
 
     def abandon(self) -> list[HttpRequest]:
@@ -225,7 +226,7 @@ class PausingControl(ReceiverControl, Protocol):
 
 Located = Callable[[str, Rendezvous, str, float], Rendezvous]
 """(URL of the engine, rendezvous, version, seconds) -> the rendezvous with what `announce` needs of this version.
-Blocks, so many seconds at most, until something beside the engine has it ready. Raises TransportError."""
+Blocks, this many seconds at most, until something beside the engine has it ready. Raises TransportError."""
 
 SenderFactory = Callable[[Receiver, SenderOptions], SenderTransport]
 Obstacle = Callable[[EngineInfo, str], str | None]

@@ -37,7 +37,7 @@ CONSTANTS = (
     (fleet_membership, "ABORTED_SECONDS", 0.5),
     (fleet_membership, "REPLY_SECONDS", 0.1),
 )
-DEADLINES = {"generate": 600.0, "sync_step": 1.5, "drain": 0.5, "engines": 600.0, "preflight": 1.0}
+DEADLINES = {"generate": 600.0, "sync": 1.5, "close": 0.5, "engines": 600.0, "preflight": 1.0}
 """generate and engines are long on purpose: an engine that hangs must be left for another reason than its deadline."""
 
 

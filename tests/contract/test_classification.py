@@ -200,7 +200,7 @@ def test_of_a_model_with_several_labels_one_is_the_reward(engines, model_dir):
     made = reward_config(engines, model_dir)
     ids = load_tokenizer(model_dir).encode_rendered(WRITTEN)
     assert rewarded(made, sample(), label=2) == engines[0].logits(ids)[2]
-    for options, reason in (({}, "gave 3 scores: say with `label`"), ({"label": 3}, "there is no label 3")):
+    for options, reason in (({}, "gave 3 scores: set `label`"), ({"label": 3}, "there is no label 3")):
         failed = rewarded(made, sample(), **options)
         assert isinstance(failed, RewardFailure) and reason in failed.reason
 

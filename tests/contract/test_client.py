@@ -255,11 +255,11 @@ def test_a_failing_part_of_a_request_cancels_the_others(fake_vllm, engine):
 
 
 @pytest.mark.parametrize("knob", ["missing_logprobs", "sentinel_logprob"])
-@pytest.mark.parametrize("speaks", ["vllm", "sglang"])
-def test_a_missing_logprob_is_an_error_whatever_stands_in_for_it(fake_vllm, engine, knob, speaks):
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_missing_logprob_is_an_error_whatever_stands_in_for_it(fake_vllm, engine, knob, kind):
     setattr(fake_vllm, knob, True)
     with pytest.raises(MissingLogprobs):
-        generate(engine.model_copy(update={"dialect": speaks}))
+        generate(engine.model_copy(update={"dialect": kind}))
 
 
 def test_too_few_samples_are_an_error(fake_vllm, engine):

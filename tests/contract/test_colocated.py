@@ -159,7 +159,7 @@ def serve(tmp_path, model_dir, monkeypatch):
             "engines": {"mode": "colocate", "restart_backoff": 0.01, "groups": [{"count": len(engines)}]},
             "rollout": {"prompts_per_step": 2, "samples_per_prompt": 2},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
-            "deadlines": {"sync_step": 5.0},
+            "deadlines": {"sync": 5.0},
             "data": {"train": [data]},
             "reward": {"function": "tests.contract.rollout_functions:long_is_good"},
         })  # fmt: skip

@@ -86,7 +86,7 @@ def test_an_engine_that_is_paused_is_not_waited_for(two, debug_weights):
 @pytest.mark.parametrize("words", [(), ("--engine", "x:1", "--checkpoint", "y"), ("--engine", "x:1", "--run", "y")])
 def test_one_thing_to_compare_with_is_wanted(fake_vllm, debug_weights, words):
     code, said = debug_weights(fake_vllm.url, *words)
-    assert code == 2 and "one of: --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME" in said
+    assert code == 2 and "one of --checkpoint DIRECTORY, --engine HOST:PORT, --run NAME" in said
 
 
 def test_the_settings_of_a_run_are_its_own(debug_weights):

@@ -342,7 +342,7 @@ def test_a_request_that_engines_fail_on_while_they_serve_others_is_given_up(two)
             with pytest.raises(PoisonousRequest) as error:
                 await task
             text = str(error.value)
-            assert "3 failures" in text and "answered 500" in text
+            assert "failed 3 times" in text and "answered 500" in text
             assert f"{two[0].url} is" in text and f"{two[1].url} is dead (killed by the kernel)" in text
             assert r.plane.in_flight == 0 and r.plane.counts["poisonous_requests"] == 1
 
@@ -802,7 +802,7 @@ def test_behind_a_router_a_request_is_given_up_after_failures_between_which_all_
                 await works(two[1])
                 assert not task.done(), "the other one may have failed it every time"
                 await works(two[0])
-            with pytest.raises(PoisonousRequest, match="3 failures at engines that serve others"):
+            with pytest.raises(PoisonousRequest, match="failed 3 times at engines that serve other requests"):
                 await task
 
     asyncio.run(run(router_key))

@@ -139,6 +139,23 @@ def test_a_cache_that_a_sync_overtook_is_not_used_and_nobody_is_blamed(pair):
     run(scenario, prefill, decode)
 
 
+def test_a_sample_of_other_weights_than_its_cache_is_not_used(pair):
+    """A request that reaches the decode engine only after the sync is aborted by nobody."""
+    prefill, decode = pair
+    decode.delay(GENERATE, 0.3)
+
+    async def scenario(r: Paired) -> None:
+        task = asyncio.create_task(r.plane.generate(request()))
+        await until(lambda: len(calls(decode)) == 1, "the decode is asked")
+        r.sync(1)
+        [completion] = await asyncio.wait_for(task, LONG)
+        assert len(calls(prefill)) == len(calls(decode)) == 2
+        assert {span.version for span in completion.versions} == {decode.version}
+        assert all(member.incidents == 0 for member in r.fleet.members())
+
+    run(scenario, prefill, decode)
+
+
 @pytest.mark.parametrize("failing", ["prefill", "decode"])
 def test_a_failure_is_that_engines_and_the_request_goes_elsewhere(stack, failing):
     engines = [prefiller(stack), prefiller(stack), *(stack.enter_context(FakeVllm()) for _ in range(2))]

@@ -138,7 +138,7 @@ def test_an_engine_is_not_told_to_join_a_trainer_that_has_stopped_waiting(tmp_pa
                 engine._answer = slowly
                 joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
                 join = r.ranks.join
-                r.sync.calls.deadline = 30.0  # longer than the ranks wait, as deadlines.sync_step is
+                r.sync.calls.deadline = 30.0  # longer than the ranks wait, as deadlines.sync is
 
                 async def failing():
                     failures = await join()

@@ -180,11 +180,11 @@ def test_what_an_engine_does_not_finish_in_time_goes_on_elsewhere(serve, engines
         await run.remove(leaving.url)
         assert (await asyncio.wait_for(waiting, 60.0)).batch.num_samples == 16
         await until(lambda: run.state(leaving) is None, "it is out of the fleet")
-        assert any("deadlines.drain = 0.3 s" in line for line in run.service.take_events())
+        assert any("deadlines.close = 0.3 s" in line for line in run.service.take_events())
         assert "/inference/v1/abort_requests" in leaving.paths()
         assert "/inference/v1/abort_requests" not in other.paths(), "the other one's requests are left alone"
 
-    serve(work, *engines, deadlines={"drain": 0.3})
+    serve(work, *engines, deadlines={"close": 0.3})
 
 
 def test_an_engine_that_hangs_has_left_in_bounded_time_and_says_what_failed(serve, engines, monkeypatch):
@@ -205,12 +205,12 @@ def test_an_engine_that_hangs_has_left_in_bounded_time_and_says_what_failed(serv
         await run.remove(leaving.url)
         await until(lambda: run.state(leaving) is None, "it is out of the fleet")
         said = run.service.take_events()
-        assert any("deadlines.drain" in line for line in said)
+        assert any("deadlines.close" in line for line in said)
         assert any(f"leaving {leaving.url}" in line for line in said)
         leaving.die()  # its request breaks, and goes on at the other engine
         assert (await asyncio.wait_for(waiting, 60.0)).batch.num_samples == 16
 
-    serve(work, *engines, deadlines={"drain": 0.2})
+    serve(work, *engines, deadlines={"close": 0.2})
 
 
 def test_an_engine_that_leaves_in_the_middle_of_a_sync_leaves_after_it(serve, engines):

@@ -34,7 +34,7 @@ from rltool.errors import EngineError, UsageError
 from rltool.processes.ports import reserve_ports
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.spawn import ProcessFailed
-from rltool.processes.state import is_alive, read_state, state_of_this_process, write_state
+from rltool.processes.state import is_alive, read_state, read_states, state_of_this_process, write_state
 from rltool.processes.supervise import ProcessGroup
 from tests.contract.fakes.engine_process import write_python
 
@@ -112,6 +112,25 @@ def test_engines_take_the_places_of_an_earlier_attempt_on_another_host(host, run
     write_state(run, earlier.model_copy(update={"boot": "of-host-a", "host": "host-a"}))
     host.start(planned(host, run, model, groups()).launches)
     assert is_alive(read_state(run, "engine-0"))
+
+
+def test_an_engine_that_measures_its_gpu_loads_after_the_one_before_it_serves(host, run, model, groups):
+    """As of a GPU that they share; the fakes need none."""
+    plan = planned(host, run, model, groups(count=2))
+    shared = [launch.model_copy(update={"gpus": (0,)}) if launch.group == "a" else launch for launch in plan.launches]
+    host.start(shared)
+    begun = {state.role for state in read_states(run)}
+    assert begun == {"engine-0", "engine-2"}, "the judge is on no GPU"
+
+    def told(line: str) -> None:
+        serving.append(line)
+        assert "engine-1" in line or read_state(run, "engine-1") is None, "it has not begun before engine-0 serves"
+
+    serving: list[str] = []
+    found = asyncio.run(host.ready(told))
+    assert len(found) == 3 and len({engine.url for engine in found}) == 3
+    assert {state.role for state in read_states(run)} == {"engine-0", "engine-1", "engine-2"}
+    assert host.exits() == {}
 
 
 def test_engines_of_all_models_are_started_and_all_are_ended(host, run, model, groups):

@@ -125,7 +125,7 @@ def test_a_run_that_does_not_let_go_holds_nobody_for_ever(runs, said, monkeypatc
     own = FakeRun(A.url)
     own.looks, own.seconds = 10**9, 0.1
     leave(users_of_engines(runs("demo", own)), [A.url], said.append)
-    assert said[-1] == f"run demo has not let go of {A.url} in time"
+    assert said[-1] == f"run demo has not released {A.url} in time"
 
 
 def test_engines_are_started_beside_living_ones(runs):

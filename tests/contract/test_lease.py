@@ -26,7 +26,7 @@ from rltool.engines.types import EngineInfo, GenerateRequest, Holder, SamplingPa
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineConflict, EngineRejected, UsageError
 from rltool.rollout.serving import lease as lease_module
-from rltool.rollout.serving.lease import EngineTaken, LeaseExpired, LeaseTerms, Ownership
+from rltool.rollout.serving.lease import EngineLeases, EngineTaken, LeaseExpired, LeaseTerms
 from rltool.training.checks.preflight import check_leases, foreign_weights, probe_fleet
 from rltool.training.manager.rollout_engines import Engines, Syncing
 from rltool.training.manager.service import RolloutService
@@ -132,7 +132,7 @@ class Owner:
         for url, endpoint in endpoints.items():
             self.fleet.add(endpoint, infos[url])
         engines = EngineSet(self.fleet, client, self.lines.append)
-        self.ownership = Ownership(engines, LeaseTerms(A, 60.0), run=A.run)
+        self.leases = EngineLeases(engines, LeaseTerms(A, 60.0), run=A.run)
 
 
 @asynccontextmanager
@@ -140,11 +140,11 @@ async def owner(engines: list[FakeVllm], key_file: Path) -> AsyncIterator[Owner]
     async with EngineClient(run=A.run) as client:
         endpoints = {e.url: EngineEndpoint(url=e.url, dialect="vllm", key_file=key_file) for e in engines}
         made = Owner(client, endpoints, {url: await client.probe(endpoint) for url, endpoint in endpoints.items()})
-        await made.ownership.start()
+        await made.leases.start()
         try:
             yield made
         finally:
-            await made.ownership.close()
+            await made.leases.close()
 
 
 async def until_renewed(engine: FakeVllm) -> None:
@@ -183,11 +183,11 @@ def test_of_two_engines_with_one_leased_the_other_is_given_back_at_once(spellers
             fleet = Fleet()
             for url, endpoint in endpoints.items():
                 fleet.add(endpoint, infos[url])
-            ownership = Ownership(EngineSet(fleet, client), LeaseTerms(B, 3600), run=B.run)
+            leases = EngineLeases(EngineSet(fleet, client), LeaseTerms(B, 3600), run=B.run)
             with pytest.raises(EngineTaken, match=urls[0]):
-                await ownership.start()
+                await leases.start()
             assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
-            assert ownership.ceded == {urls[0]}, "which is told nothing"
+            assert leases.lost == {urls[0]}, "which is told nothing"
 
     asyncio.run(run())
 
@@ -258,7 +258,7 @@ def test_leases_are_renewed_after_a_moment_without_a_readable_key(spellers, key_
             key_file.write_text(key)
             for engine in spellers:
                 await until_renewed(engine)
-            r.ownership.check()
+            r.leases.check()
 
     asyncio.run(run())
 
@@ -276,7 +276,7 @@ def test_an_engine_that_leaves_while_leases_are_renewed_ends_no_other_lease(spel
             r.fleet.remove(leaving.url, "left")
             await until_renewed(staying)
             assert not r.lines
-            r.ownership.check()
+            r.leases.check()
 
     asyncio.run(run())
 
@@ -298,13 +298,13 @@ def test_what_a_renewal_raises_is_written_and_ends_the_run_only_when_the_lease_h
             await until(lambda: len(r.lines) > 2, "it is tried again")
             assert set(r.lines) == {f"the lease of the engine {broken.url}: ValueError: nobody expected this"}
             await until_renewed(sound)
-            r.ownership.check()
-            waiting = asyncio.create_task(r.ownership.unless_taken(asyncio.Event().wait()))
+            r.leases.check()
+            waiting = asyncio.create_task(r.leases.unless_taken(asyncio.Event().wait()))
             r.ahead += 61.0
             with pytest.raises(LeaseExpired, match=rf"{broken.url}: ValueError: .* has expired\. Go on with .*--res"):
                 await waiting
             with pytest.raises(LeaseExpired) as raised:
-                r.ownership.check()
+                r.leases.check()
             assert raised.value.__cause__ is error
 
     asyncio.run(run())
@@ -340,7 +340,7 @@ def test_an_engine_that_was_started_again_is_leased_again(run_as, spellers):  # 
             engine.start()
             assert engine.leases.lease() is None
             await until(lambda: engine.leases.lease() is not None, "the lease is taken anew")
-            service._ownership.check()
+            service._leases.check()
 
     asyncio.run(run())
 

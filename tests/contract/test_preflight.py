@@ -76,7 +76,7 @@ def test_engines_given_as_host_and_port_are_recognised_and_counted(configure, fa
 
 
 @pytest.mark.parametrize(
-    ("facts", "is_said"),
+    ("facts", "reported"),
     [
         ({"dialect": "sglang", "dp_size": 2}, True),
         ({"dialect": "sglang", "dp_size": 2, "own_seeds": False}, True),
@@ -85,12 +85,12 @@ def test_engines_given_as_host_and_port_are_recognised_and_counted(configure, fa
         ({"dialect": "vllm", "dp_size": 2}, False),
     ],
 )
-def test_replicas_that_draw_the_same_numbers_are_named(configure, fake_vllm, facts, is_said):
+def test_replicas_that_draw_the_same_numbers_are_named(configure, fake_vllm, facts, reported):
     config = configure(fake_vllm.url)
     fleet = preflight(config)
     alike = replace(fleet, infos={url: replace(info, **facts) for url, info in fleet.infos.items()})
     said = [line for line in describe_engines(alike, config) if "one random seed" in line]
-    assert [line.startswith(f"{fake_vllm.url}: SGLang") for line in said] == [True] * is_said
+    assert [line.startswith(f"{fake_vllm.url}: SGLang") for line in said] == [True] * reported
 
 
 def test_every_address_that_does_not_answer_is_named(configure, fake_vllm):
@@ -153,7 +153,7 @@ def test_an_engine_that_hangs_is_named_with_the_deadline_that_has_passed(configu
             probe_fleet(resolve_endpoints(configure(fake_vllm.url, hung.url)), timeout=0.5)
 
 
-def test_a_wrong_key_is_said_to_be_that(configure, fake_vllm, tmp_path):
+def test_a_wrong_key_is_reported_as_that(configure, fake_vllm, tmp_path):
     (tmp_path / "other-key").write_text("wrong")
     with pytest.raises(UsageError, match="401"):
         preflight(configure(fake_vllm.url, key=tmp_path / "other-key"))
@@ -243,7 +243,7 @@ def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_v
                 preflight(config)
         else:
             preflight(config)
-    with pytest.raises(UsageError, match="is of sglang, which does not tell which tokens"):
+    with pytest.raises(UsageError, match="is of sglang, which does not return the tokens"):
         sglang(FakeSglang(), "sampling.top_k=5")
 
 

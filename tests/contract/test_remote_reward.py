@@ -120,4 +120,4 @@ def test_a_server_that_hangs_costs_one_attempt_after_the_other_and_then_the_dead
         assert ask(url, timeout=0.2) == 1.0
     assert len(received) == 2
     with server(None) as (url, _):
-        assert ask(url, deadline=0.3, timeout=100.0) == "no answer within deadlines.reward = 0.3 s"
+        assert ask(url, deadline=0.3, timeout=100.0) == "no answer within deadlines.call = 0.3 s"

@@ -25,7 +25,7 @@ from tests.contract.test_rollout_service import (  # noqa: F401  # fixtures
     tokenizer,
     train,
 )
-from tests.unit.project.test_examples import table
+from tests.unit.project.test_examples import TABLE
 
 
 def run(serve, config, engines, steps=1):  # noqa: F811
@@ -119,7 +119,7 @@ def test_responses_end_with_the_token_that_completes_a_stop_string(serve, settin
 
 
 def test_every_example_works_in_one_rollout(serve, settings, stack):  # noqa: F811
-    paths, engine = table(), stack.enter_context(FakeVllm())
+    paths, engine = dict(TABLE), stack.enter_context(FakeVllm())
     engine.vocab_size = 64
     config = settings(
         data={"train": [], "source": paths["data.source"]},

@@ -20,6 +20,7 @@ import pytest
 import torch
 from aiohttp import test_utils, web
 
+from rltool.algorithms.batch import Put, fetched
 from rltool.cli import main
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
@@ -55,6 +56,7 @@ from tests.contract.fakes.experts import chosen
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.rollout_functions import SESSIONS, STALE, TOOL
+from tests.declared import Store
 from tests.metric_names import undocumented
 from tests.ranks import SenderRanks
 
@@ -141,7 +143,7 @@ def settings(model_dir, data_file):
             "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4},
             "sampling": {"max_prompt_tokens": 8, "max_response_tokens": 8},
             "weights": {"transport": "disk"},
-            "deadlines": {"generate": LONG, "sync_step": LONG},
+            "deadlines": {"generate": LONG, "sync": LONG},
             "data": {"train": [data_file]},
             "eval": {"sets": {"words": data_file}, "samples_per_prompt": 2},
             "reward": {"function": f"{FUNCTIONS}:long_is_good"},
@@ -190,12 +192,12 @@ def endpoint_of(engine: Any, key: Path | None) -> EngineEndpoint:
     return EngineEndpoint(url=engine.url, dialect="sglang", key_file=key)
 
 
-async def train(service: RolloutService, steps: int, *, first: int = 0) -> list[Rollout]:
+async def train(service: RolloutService, steps: int, *, first: int = 0, put: Put | None = None) -> list[Rollout]:
     """As the driver does: a sync, a batch, and a step that trains nothing."""
     found = []
     for step in range(first, steps):
         await service.sync_weights(step)
-        found.append(await service.next_batch(step))
+        found.append(await service.next_batch(step, put))
     return found
 
 
@@ -245,11 +247,11 @@ def test_a_batch_has_the_experts_that_the_engines_chose_and_evaluations_ask_for_
     )  # fmt: skip
     (mixture / "config.json").write_text(json.dumps({"architectures": ["Qwen3MoeForCausalLM"], **sizes}))
     config = settings(model={"path": mixture}, algorithm={"routing_replay": True})
-    routing = Routing(3, 2, 8)
+    routing, store = Routing(3, 2, 8), Store()
 
     async def run():
         async with serve(config, fakes) as service:
-            batches = [rollout.batch for rollout in await train(service, 2)]
+            batches = [rollout.batch for rollout in await train(service, 2, put=store.put)]
             assert fakes[1].bodies["/generate"]["return_routed_experts"] is True
             await service.evaluate()
             assert "return_routed_experts" not in fakes[1].bodies["/generate"]
@@ -257,7 +259,9 @@ def test_a_batch_has_the_experts_that_the_engines_chose_and_evaluations_ask_for_
 
     for engine in fakes:
         engine.routing = routing
-    for batch in asyncio.run(run()):
+    given = asyncio.run(run())
+    assert all(batch.has("routed_experts") and batch.routed_experts is None for batch in given), "they are in the store"
+    for batch in fetched(given, store.get):
         start = 0
         assert batch.routed_experts.dtype == torch.uint8
         for length in batch.lengths.tolist():
@@ -637,11 +641,11 @@ def test_an_evaluation_is_interrupted_too(serve, settings, fakes):
 
 def test_an_evaluation_has_a_deadline_with_a_name(serve, settings, fakes):
     async def run():
-        async with serve(settings(deadlines={"evaluate": 0.5}), fakes) as service:
+        async with serve(settings(deadlines={"step": 0.5}), fakes) as service:
             await service.sync_weights(0)
             for engine in fakes:
                 engine.seconds = 600.0
-            with pytest.raises(RltoolError, match=r"deadlines.evaluate = 0.5 s"):
+            with pytest.raises(RltoolError, match=r"deadlines.step = 0.5 s"):
                 await service.evaluate()
 
     asyncio.run(run())
@@ -1287,7 +1291,7 @@ def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, s
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "say what to evaluate"),
+        ((), "nothing to evaluate"),
         (("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "--checkpoint: give one of them"),
         (("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
         (("--checkpoint", "m"), "is no Hugging Face directory"),

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from rltool.environments import sandbox
-from rltool.environments.sandbox import Limits, Ran, python, python_with_network, run_program, told
+from rltool.environments.sandbox import Limits, Ran, python, python_with_network, run_program, text_of
 from rltool.environments.sandbox_child import MACHINES
 from rltool.environments.tools import make_tool
 from rltool.errors import UsageError
@@ -189,21 +189,21 @@ def test_walls_are_those_of_such_a_host(host):
 
 
 def test_a_program_says_what_it_prints(host):
-    assert told(host.run("print('ü', 1 + 1)")) == "ü 2"
-    assert told(host.run("pass")) == "(no output)"
+    assert text_of(host.run("print('ü', 1 + 1)")) == "ü 2"
+    assert text_of(host.run("pass")) == "(no output)"
 
 
 def test_it_starts_anew_with_an_empty_directory_and_without_our_environment(host, monkeypatch):
     monkeypatch.setenv("SECRET_OF_THE_RUN", "x")
     code = "import os; print(INSIDE('.'), 'SECRET_OF_THE_RUN' in os.environ, __name__); open('a', 'w').write('a')"
     for _ in range(2):
-        assert told(host.run(code)) == "[] False __main__"
+        assert text_of(host.run(code)) == "[] False __main__"
 
 
 def test_errors_are_told_with_the_program_s_own_lines(host):
     ran = host.run("x = 1\n1 / 0")
     assert ran.exit_code == 1 and 'File "program.py", line 2' in ran.output and "sandbox_child" not in ran.output
-    assert told(host.run("import sys; sys.exit(3)")) == "(exit code 3)"
+    assert text_of(host.run("import sys; sys.exit(3)")) == "(exit code 3)"
     assert "SyntaxError" in host.run("x = ").output
 
 
@@ -216,7 +216,7 @@ print(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True
 with multiprocessing.Pool(2) as pool: print(pool.map(square, range(4)))
 with tempfile.NamedTemporaryFile() as file: print(os.path.dirname(file.name), getpass.getuser())
 """
-    assert told(host.run(code)) == "42\n[0, 1, 4, 9]\n/tmp sandbox"
+    assert text_of(host.run(code)) == "42\n[0, 1, 4, 9]\n/tmp sandbox"
 
 
 def test_an_interpreter_among_temporary_files_is_there_and_cannot_be_written(kind_of_host, monkeypatch):
@@ -230,12 +230,12 @@ import os, subprocess, sys
 print(subprocess.run([sys.executable, "-c", "print(6 * 7)"], capture_output=True, text=True).stdout.strip())
 print(sys.prefix == {directory!r}, os.access(sys.prefix + "/bin", os.W_OK), os.access(sys.prefix + "/lib", os.W_OK))
 """
-        assert told(asyncio.run(run_program(code, SMALL))) == "42\nTrue False False"
+        assert text_of(asyncio.run(run_program(code, SMALL))) == "42\nTrue False False"
 
 
 def test_output_is_bounded(host):
     ran = host.run("print('x' * 10_000_000)", Limits(output_characters=50))
-    assert ran.cut and ran.output == "x" * 50 and ran.exit_code == 0 and "(output cut)" in told(ran)
+    assert ran.cut and ran.output == "x" * 50 and ran.exit_code == 0 and "(output cut)" in text_of(ran)
 
 
 # -- time
@@ -288,7 +288,7 @@ def test_no_program_outlives_its_time_whatever_it_does(host):
     counted = ran.pop("forks for ever")  # where the kernel sets no limit
     assert counted.ended in ("time", "processes")
     assert {name: (of.exit_code, of.ended, of.output[:1000]) for name, of in ran.items() if of.ended != "time"} == {}
-    assert all("(ended: it took too long)" in told(of) for of in ran.values())
+    assert all("(ended: it took too long)" in text_of(of) for of in ran.values())
 
 
 @pytest.mark.parametrize(
@@ -370,7 +370,7 @@ def test_a_supervisor_that_is_killed_takes_the_program_with_it(host):
 def test_memory_and_cpu_of_a_process_are_bounded(host):
     assert "MemoryError" in host.run("x = bytearray(10**9)").output
     ran = host.run("while True: pass", Limits(seconds=60.0, cpu_seconds=1))
-    assert ran.exit_code == 128 + signal.SIGKILL and told(ran).startswith("(ended by signal")
+    assert ran.exit_code == 128 + signal.SIGKILL and text_of(ran).startswith("(ended by signal")
 
 
 GROUP = """
@@ -398,8 +398,8 @@ def group(*, before: int, children: int, each: int, seconds: int) -> str:
 
 def test_memory_of_all_processes_is_bounded_and_what_they_share_counts_once(host):
     ran = host.run(group(before=0, children=6, each=80, seconds=60), Limits(seconds=60.0, memory_bytes=256 * MIB))
-    assert ran.ended == "memory" and told(ran) == "(ended: its processes took too much memory)"
-    assert told(host.run(group(before=100, children=6, each=1, seconds=1))) == "done"
+    assert ran.ended == "memory" and text_of(ran) == "(ended: its processes took too much memory)"
+    assert text_of(host.run(group(before=100, children=6, each=1, seconds=1))) == "done"
 
 
 def test_what_sockets_hold_counts_as_memory(host):
@@ -428,12 +428,12 @@ for _ in range(5): os.wait()
 """
     few = Limits(seconds=60.0, cpu_seconds=60, memory_bytes=100 * MIB)
     assert host.run(SETUP + code.replace("SECONDS", "60"), replace(few, memory_bytes=48 * MIB)).ended == "memory"
-    assert told(host.run(SETUP + code.replace("SECONDS", "1"), few)) == "30\n" * 4 + "30"
+    assert text_of(host.run(SETUP + code.replace("SECONDS", "1"), few)) == "30\n" * 4 + "30"
 
 
 def test_a_program_does_not_read_what_it_was_ordered_with(host):
     code = "print(open('/proc/1/cmdline').read()) if os.path.exists('/proc/1/cmdline') else print('no /proc')"
-    said = told(host.run("import os\n" + code))
+    said = text_of(host.run("import os\n" + code))
     assert str(Path.home()) not in said.replace(sys.prefix, "") and "deadline" not in said
 
 
@@ -469,7 +469,7 @@ try:
 except OSError as error:
     print(error.strerror, number < 20000)
 """
-    assert told(host.run(code)) in [f"No space left on device {n}\nNo space left on device True" for n in (15, 16)]
+    assert text_of(host.run(code)) in [f"No space left on device {n}\nNo space left on device True" for n in (15, 16)]
     code = "file = open('a', 'wb', buffering=0)\nprint(file.write(b'x' * 2**23) >> 20, flush=True)\nfile.write(b'x')"
     ran = host.run(code)
     assert ran.output.startswith("4\n") and "File too large" in ran.output
@@ -495,7 +495,7 @@ def failing(result):
 try: {call}
 except OSError as error: print("refused", error.errno)
 """
-    assert told(host.run(SETUP + code)) in ("refused 1", "refused 2")
+    assert text_of(host.run(SETUP + code)) in ("refused 1", "refused 2")
 
 
 # -- network, sockets, processes, files of the host
@@ -505,7 +505,7 @@ def test_there_is_no_network_not_even_to_this_host(host):
     with socket.create_server(("127.0.0.1", 0)) as server:
         reach = f"import socket; socket.create_connection({server.getsockname()!r}, 5); print('reached')"
         assert "OSError" in host.run(reach).output
-        assert told(host.run(reach, network=True)) == "reached"
+        assert text_of(host.run(reach, network=True)) == "reached"
 
 
 @pytest.mark.parametrize("network", [False, True])
@@ -525,7 +525,7 @@ for address in ({str(tmp_path / "s")!r}, {named!r}):
 try: socket.socket(40, socket.SOCK_STREAM); print('vsock')
 except OSError: pass
 """
-        assert told(host.run(code, network=network)) == "(no output)"
+        assert text_of(host.run(code, network=network)) == "(no output)"
 
 
 def test_other_processes_cannot_be_seen(host):
@@ -540,7 +540,7 @@ for name in ('/proc/sys/kernel/core_pattern', '/proc/sysrq-trigger', '/proc/self
     try: open(name, 'w'); print(name)
     except OSError: pass
 """
-    assert told(host.run(code)) == "1 set()\nFalse"
+    assert text_of(host.run(code)) == "1 set()\nFalse"
 
 
 def test_files_of_the_host_are_not_there_and_nothing_else_can_be_written(host, tmp_path, monkeypatch):
@@ -564,13 +564,13 @@ for directory in ('/', '/usr', '/etc', '/run', '/home', '/dev', '/proc', *site.g
     except OSError: pass
 print(written)
 """
-    assert told(host.run(code)) == "[]"
+    assert text_of(host.run(code)) == "[]"
 
 
 def test_home_and_runs_are_empty_where_they_lie_among_the_system_s_files(host, monkeypatch):
     monkeypatch.setenv("HOME", "/usr/share")
     monkeypatch.setenv("RLTOOL_RUNS", "/usr/include")
-    assert told(host.run("import os; print(os.listdir('/usr/share'), os.listdir('/usr/include'))")) == "[] []"
+    assert text_of(host.run("import os; print(os.listdir('/usr/share'), os.listdir('/usr/include'))")) == "[] []"
 
 
 def test_a_program_has_no_rights_and_gets_none(host):
@@ -583,7 +583,7 @@ except OSError as error: print(error.errno in (1, 22))
 try: os.chroot('/tmp')
 except OSError as error: print(error.errno)
 """
-    assert told(host.run(SETUP + code)) == "0 [0, 0, 0, 0, 0, 0] 1\nTrue\n1"
+    assert text_of(host.run(SETUP + code)) == "0 [0, 0, 0, 0, 0, 0] 1\nTrue\n1"
 
 
 # -- hosts that do not allow it; these need no namespaces, so they run everywhere

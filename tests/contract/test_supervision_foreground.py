@@ -365,7 +365,7 @@ def test_what_another_host_has_started_is_neither_stopped_nor_forgotten(shared):
     before, said = read_states(shared), []
     assert stop_run(shared, report=said.append) == [] and read_states(shared) == before
     assert said[1] == (
-        f"router of run r was started on host host-a (pid {os.getppid()}), which alone can tell whether it lives: "
+        f"router of run r was started on host host-a (pid {os.getppid()}), which alone knows whether it lives: "
         f"stop it there, or remove {shared.state_dir}/router.json if that host is gone"
     )
     rows = run_status(shared).processes

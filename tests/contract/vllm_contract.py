@@ -176,13 +176,13 @@ async def a_probe_finds_what_the_engine_is(client: EngineClient, engine: EngineE
 
 
 async def a_pause_is_seen_by_a_probe_and_ends_with_resume(client: EngineClient, engine: EngineEndpoint) -> None:
-    speaks = dialect("vllm")
-    await client.run(engine, speaks.pause("keep"), timeout=SECONDS)
+    engine_dialect = dialect("vllm")
+    await client.run(engine, engine_dialect.pause("keep"), timeout=SECONDS)
     try:
         assert (await client.probe(engine)).paused is True
         await client.health(engine)
     finally:
-        await client.run(engine, speaks.resume(), timeout=SECONDS)
+        await client.run(engine, engine_dialect.resume(), timeout=SECONDS)
     assert (await client.probe(engine)).paused is False
 
 

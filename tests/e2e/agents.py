@@ -43,8 +43,11 @@ async def with_openai(task: Any) -> float:
     tools: list[Any] = [TOOL]
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         while True:
-            async with client.chat.completions.stream(model=task.model, messages=messages, tools=tools) as stream:
-                reply = (await stream.get_final_completion()).choices[0].message
+            try:
+                async with client.chat.completions.stream(model=task.model, messages=messages, tools=tools) as stream:
+                    reply = (await stream.get_final_completion()).choices[0].message
+            except openai.LengthFinishReasonError as cut:  # the turn's last token: no error to rltool
+                return worth([*said, cut.completion.choices[0].message.content or ""])
             said.append(reply.content or "")
             calls = [
                 {"id": call.id, "type": "function"}

@@ -39,6 +39,7 @@ class Ranks(HfRanks):
     def __init__(self, config: WeightsConfig, model_files: Path) -> None:
         super().__init__(config, model_files)
         self.models = [perturbed_model(model_files, seed=21)]
+        self.model = self.models[0]
 
     def at(self, step: int) -> Any:
         while len(self.models) <= step:

@@ -224,11 +224,11 @@ def running(processes: Iterable[psutil.Process]) -> list[str]:
     return left
 
 
-def _spawn(launch: EngineLaunch, log: Path, speaks: Launches) -> subprocess.Popen:
+def _spawn(launch: EngineLaunch, log: Path, engine_dialect: Launches) -> subprocess.Popen:
     with log.open("ab") as file:
         return subprocess.Popen(
-            speaks.argv(launch),
-            env=os.environ | speaks.environment(launch),
+            engine_dialect.argv(launch),
+            env=os.environ | engine_dialect.environment(launch),
             stdout=file,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -1,14 +1,16 @@
-"""A training job as a user would set it up: data, run.toml, and the `rltool` command in a process of its own."""
+"""A training job as a user would set it up: data, run.toml, and `rltool` commands in processes of their own."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.e2e.commands import Command, completed
 
 REPOSITORY = Path(__file__).parents[2]
 DEADLINE = 240.0
@@ -38,51 +40,35 @@ class Job:
             "PYTHONUNBUFFERED": "1",
         }
 
-    def argv(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> list[str]:
-        words = [
-            sys.executable,
-            "-m",
-            "rltool",
-            *verb.split(),
-            "--config",
-            str(self.root / "run.toml"),
-            "--run",
-            run,
-            *more,
-        ]
+    def words(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> list[str]:
+        """What stands behind `rltool`."""
+        words = [*verb.split(), "--config", str(self.root / "run.toml"), "--run", run, *more]
         if self.endpoints is not None and verb in ("train", "debug rollout-only"):
             words += ["--rollout-external", self.endpoints]
         for item in sets:
             words += ["--set", item]
         return words
 
+    def argv(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> list[str]:
+        """The same command for an interpreter of its own."""
+        return [sys.executable, "-m", "rltool", *self.words(verb, run, *more, sets=sets)]
+
     def __call__(self, verb: str, run: str, *more: str, sets: Sequence[str] = (), code: int = 0) -> str:
         """Run it to its end; the exit code must be `code`. Returns stdout and stderr together."""
-        done = subprocess.run(
-            self.argv(verb, run, *more, sets=sets),
-            env=self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-            cwd=self.root,
-        )
-        assert done.returncode == code, (
-            f"rltool {verb} ended with {done.returncode}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        )
-        return done.stdout + done.stderr
+        return self.say(*self.words(verb, run, *more, sets=sets), code=code)
 
-    def start(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> subprocess.Popen[str]:
+    def say(self, *words: str, code: int = 0) -> str:
+        """`rltool WORDS` in `root`, as __call__."""
+        found, said = completed(
+            words, env=self.environment(), cwd=self.root, out=self.root / f"{uuid.uuid4().hex}.out", timeout=DEADLINE
+        )
+        assert found == code, f"rltool {' '.join(words)} ended with {found}:\n{said[-8000:]}"
+        return said
+
+    def start(self, verb: str, run: str, *more: str, sets: Sequence[str] = ()) -> Command:
         """Begin it, in a process group of its own; output goes to <root>/<run>.out."""
-        with (self.root / f"{run}.out").open("w") as out:
-            return subprocess.Popen(
-                self.argv(verb, run, *more, sets=sets),
-                env=self.environment(),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                text=True,
-                cwd=self.root,
-                process_group=0,
-            )
+        words, out = self.words(verb, run, *more, sets=sets), self.root / f"{run}.out"
+        return Command(words, env=self.environment(), cwd=self.root, out=out)
 
     def output(self, run: str) -> str:
         return (self.root / f"{run}.out").read_text()

@@ -9,7 +9,7 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.train import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""

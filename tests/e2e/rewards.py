@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from rltool.rollout.sample import Sample
 from rltool.rollout.serving.model_clients import RewardContext
 
 
 def lower_case_share(sample: Sample, text: str) -> float:
     return sum(c.islower() for c in text) / max(1, len(text))
+
+
+async def after_a_moment(sample: Sample, text: str) -> float:
+    """The same, half a second later."""
+    await asyncio.sleep(0.5)
+    return lower_case_share(sample, text)
 
 
 def raises_on_most(sample: Sample, text: str) -> float:

@@ -16,7 +16,7 @@ from tests.e2e.job import Job
 from tests.e2e.taught import ANSWER, CALL, QUESTION, taught
 from tests.gateway_models import Words, gateway_tokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 BY = {
     "environment": 'environment = "tests.e2e.agents:Sums"',
@@ -81,7 +81,7 @@ def texts(sample: Sample, words: Words) -> list[tuple[int, str]]:
     return [(mask, words.text(ids)) for mask, ids in found]
 
 
-@pytest.mark.parametrize("how", ["environment", "agent"])
+@pytest.mark.parametrize("how", [pytest.param("environment", marks=pytest.mark.long), "agent"])
 def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, how):
     write_config(job, how)
     job("train", how)
@@ -107,6 +107,7 @@ def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, ho
         assert {span.version for span in sample.versions} == set(version)
 
 
+@pytest.mark.long
 def test_an_agent_of_a_framework_trains_unmodified(job):
     """smolagents writes its own text behind what the model has said, so that each of its turns is a trajectory."""
     write_config(job, "smolagents", rows="short", prompt_tokens=1600)
@@ -120,6 +121,7 @@ def test_an_agent_of_a_framework_trains_unmodified(job):
     assert all(sample.turns == 1 and all(sample.response_mask) for sample in samples)
 
 
+@pytest.mark.long
 def test_agents_run_without_a_trainer(job, tmp_path):
     write_config(job, "agent")
     job("debug rollout-only", "without-a-trainer", "--steps", "1", "--out", str(tmp_path / "out"))

@@ -5,19 +5,18 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from rltool.engines.client import EngineClient
+from tests.e2e.commands import completed
 from tests.e2e.engines import RunningEngine
 from tests.e2e.weights import Sender, perturbed_model, tensors_of
 from tests.tiny_models import write_tiny_tokenizer
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 NORM = "model.layers.1.input_layernorm.weight"
 PACKED = "model.layers.0.mlp.down_proj.weight"
@@ -37,14 +36,18 @@ def held(vllm_engine_tied: RunningEngine, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture
-def debug_weights(vllm_engine_tied: RunningEngine):
+def rltool(tmp_path: Path):
     def run(*words: str) -> tuple[int, str]:
-        key = ["--key-file", str(vllm_engine_tied.endpoint.key_file)]
-        argv = [sys.executable, "-m", "rltool", "debug", "weights", vllm_engine_tied.url, *words, *key]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=240, env=os.environ | {"COLUMNS": "250"})
-        return done.returncode, done.stdout + done.stderr
+        env = os.environ | {"COLUMNS": "250"}
+        return completed(words, env=env, cwd=tmp_path, out=tmp_path / "out", timeout=240)
 
     return run
+
+
+@pytest.fixture
+def debug_weights(rltool, vllm_engine_tied: RunningEngine):
+    key = ["--key-file", str(vllm_engine_tied.endpoint.key_file)]
+    return lambda *words: rltool("debug", "weights", vllm_engine_tied.url, *words, *key)
 
 
 def saved(model, directory: Path, changed: str | None = None, by: float = 0.0) -> str:
@@ -61,15 +64,18 @@ def saved(model, directory: Path, changed: str | None = None, by: float = 0.0) -
     return str(directory)
 
 
-def test_the_checkpoint_that_the_engine_holds_is_recognised_in_both_formats(held, debug_weights, tmp_path):
-    hf = saved(held, tmp_path / "hf")
-    code, said = debug_weights("--checkpoint", hf)
+def test_the_checkpoint_that_the_engine_holds_is_recognised(held, debug_weights, tmp_path):
+    code, said = debug_weights("--checkpoint", saved(held, tmp_path / "hf"))
     assert code == 0, said
     assert "the same weights as" in said and "sampled tokens agree" in said
     equal, compared = map(int, re.search(r"(\d+) of (\d+) parameters are bit-equal", said).groups())
     assert equal == compared > 5, "the embedding, the norms and the biases"
-    convert = [sys.executable, "-m", "rltool", "convert-ckpt", hf, str(tmp_path / "torch_dist"), "--no-verify"]
-    subprocess.run(convert, check=True, timeout=240, capture_output=True)
+
+
+@pytest.mark.long
+def test_so_it_is_in_megatrons_format(held, rltool, debug_weights, tmp_path):
+    converted = rltool("convert-ckpt", saved(held, tmp_path / "hf"), str(tmp_path / "torch_dist"), "--no-verify")
+    assert converted[0] == 0, converted
     assert debug_weights("--checkpoint", str(tmp_path / "torch_dist"))[0] == 0
 
 
@@ -85,6 +91,7 @@ def test_a_difference_in_what_vllm_has_packed_is_found_by_values(held, debug_wei
     assert "sampled tokens differ" in said
 
 
+@pytest.mark.long
 def test_an_engine_equals_itself(held, debug_weights, vllm_engine_tied):
     code, said = debug_weights("--engine", vllm_engine_tied.url)
     assert code == 0 and "the same weights as" in said, said

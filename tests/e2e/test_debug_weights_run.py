@@ -110,10 +110,10 @@ async def with_one_tensor_off(engine: RunningEngine, directory: Path, scratch: P
         tensors |= load_file(file)
     tensors[NORM] = tensors[NORM] + 1e-6
     async with EngineClient(run=info.lease.holder.run) as client:
-        sender, speaks = Sender(client, engine), dialect("vllm")
-        await sender.control(speaks.pause("keep"))  # an engine that computes while it loads dies of it
+        sender, engine_dialect = Sender(client, engine), dialect("vllm")
+        await sender.control(engine_dialect.pause("keep"))  # an engine that computes while it loads dies of it
         try:
             await sender.disk(tensors, info.weight_version, scratch)
         finally:
-            await sender.control(speaks.resume())
+            await sender.control(engine_dialect.resume())
     return info.weight_version

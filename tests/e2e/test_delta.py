@@ -15,7 +15,7 @@ from rltool.engines.delta.store import open_store
 from tests.e2e.delta_trainer import RUN, SECONDS, trainer
 from tests.e2e.engines import RunningEngine, serving_sglang
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 STEPS = 6
 
@@ -29,12 +29,12 @@ async def sync_some_steps(engine: RunningEngine, store: Path) -> None:
     assert kinds == [["model"], ["patch"], ["patch"], ["patch"], ["model", "patch"], ["patch"]]
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("kind", ["tied", pytest.param("untied", marks=pytest.mark.long)])
 def test_vllm_computes_with_what_the_patches_make(request, kind, tmp_path):
     asyncio.run(sync_some_steps(request.getfixturevalue(f"vllm_engine_{kind}"), tmp_path / "store"))
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
+@pytest.mark.parametrize("kind", [pytest.param("tied", marks=pytest.mark.long), "untied"])
 def test_vllm_computes_with_patches_that_come_over_its_transfer_group(request, kind, tmp_path):
     engine = request.getfixturevalue(f"vllm_engine_{kind}")
     config = WeightsConfig(transport="gloo", delta=True, anchor_every=4, bucket_bytes=200_000)
@@ -55,6 +55,7 @@ def test_vllm_computes_with_patches_that_come_over_its_transfer_group(request, k
     assert [step for step, all_of_it in enumerate(whole, 1) if all_of_it] == [3, 4, 6]
 
 
+@pytest.mark.long
 def test_sglang_computes_with_what_its_follower_rebuilds(tiny_tied_dir, tmp_path):
     store, stopped = tmp_path / "store", threading.Event()
     with serving_sglang(tiny_tied_dir, tmp_path) as engine:

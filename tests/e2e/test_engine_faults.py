@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import process_tree
+from tests.e2e.commands import Command
 from tests.e2e.engines import RunningEngine, start_vllm, wait_ready
 from tests.e2e.job import DEADLINE, Job, write_job
 from tests.e2e.test_rollout_modes import running_requests, trained_groups, wait_for
@@ -34,7 +33,7 @@ class Training:
 
     def __init__(self, job: Job, survivor: RunningEngine, victim: RunningEngine) -> None:
         self.job, self.survivor, self.victim = job, survivor, victim
-        self.process: subprocess.Popen[str] | None = None
+        self.process: Command | None = None
 
     def begin(self, *sets: str) -> None:
         self.process = self.job.start("train", RUN, sets=[*LONG_RESPONSES, *sets])
@@ -72,12 +71,7 @@ class Training:
 
     def victim_row(self) -> dict:
         """What `rltool status` says of it."""
-        done = subprocess.run(
-            [sys.executable, "-m", "rltool", "status", "--run", RUN, "--json"],
-            env=self.job.environment(), capture_output=True, text=True, timeout=DEADLINE, cwd=self.job.root,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        [run] = json.loads(done.stdout)["runs"]
+        [run] = json.loads(self.job.say("status", "--run", RUN, "--json"))["runs"]
         [row] = [engine for engine in run["training"]["engines"] if engine["url"] == self.victim.url]
         return row
 

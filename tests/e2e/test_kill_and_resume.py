@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ import psutil
 import pytest
 
 from rltool.checkpoints import directory as directories
+from tests.e2e.commands import Command
 from tests.e2e.job import DEADLINE, Job, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
@@ -54,7 +54,7 @@ class Victim:
         self.job, self.run = job, run
         self.checkpoints = job.runs / run / "checkpoints"
         self.newest_before = directories.latest_checkpoint(self.checkpoints)
-        self.process: subprocess.Popen[str] = job.start(
+        self.process: Command = job.start(
             "debug train-only", run, "--rollouts", str(record), *more, sets=sets
         )
 

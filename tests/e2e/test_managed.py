@@ -1,11 +1,10 @@
-"""`engines.mode = "managed"` with real vLLM engines on the CPU: train starts them, starts them again, and ends them."""
+"""`engines.mode = "managed"` with real vLLM engines on the CPU: train starts them again, and what it leaves is ended.
+That it starts, uses and ends them is in test_prefill_decode.py."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rltool.engines.endpoints import Endpoints
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import ProcessState, read_state, read_states
 from rltool.processes.stop import process_tree
+from tests.e2e.commands import Command
 from tests.e2e.job import Job, write_job
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -43,7 +42,7 @@ def job(tmp_path: Path, tiny_tied_dir: Path):
                 process.kill()
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], job: Job, run: str) -> None:
+def wait_for(condition: Callable[[], bool], process: Command, job: Job, run: str) -> None:
     """Fails at once when the run has ended."""
     ends = time.monotonic() + PATIENCE
     while not condition():
@@ -75,28 +74,8 @@ def alive_with(job: Job, run: str) -> list[str]:
     return found
 
 
-def stop(job: Job, run: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "rltool", "stop", "--run", run], env=job.environment(), timeout=120, cwd=job.root,
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-
-
-def test_train_starts_its_engine_trains_with_it_and_ends_it(job):
-    process = job.start("train", "short", sets=[*MANAGED, POLICY, "steps=2"])
-    try:
-        code = process.wait(PATIENCE)
-    finally:
-        process.kill()
-    out = job.output("short")
-    assert code == 0, out[-4000:]
-    assert len(job.steps("short")) == 2
-    assert "engine-0: vllm regular, group main, cpu, http://127.0.0.1:" in out
-    assert "placement: 2 Ray bundles (1 trainer, 1 engine)" in out
-    assert "engines: 1 x vllm" in out
-    assert engines_of(job, "short") == {} and alive_with(job, "short") == []
-    assert Endpoints.load(job.runs / "short" / "endpoints.json").models == {}
-    assert (job.runs / "short" / "logs" / "latest" / "engine-0.log").stat().st_size > 0
+def stop(job: Job, run: str) -> None:
+    job.say("stop", "--run", run)
 
 
 def test_a_dry_run_shows_the_engines_and_starts_none(job):
@@ -201,7 +180,6 @@ def test_what_a_killed_driver_leaves_is_ended_by_stop(job):
         process.kill()
         process.wait(60)
     finally:
-        done = stop(job, "orphans")
-    assert done.returncode == 0, done.stdout + done.stderr
+        stop(job, "orphans")
     assert engines_of(job, "orphans") == {} and alive_with(job, "orphans") == []
 

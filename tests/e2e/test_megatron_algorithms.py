@@ -18,7 +18,7 @@ from rltool.training.advantages import (
     with_loss_weights,
     with_old_logprobs,
 )
-from rltool.training.token_selection import step_generator, with_selected_tokens
+from rltool.training.token_selection import with_selected_tokens
 from tests import plain_algorithms as plain
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
@@ -105,7 +105,7 @@ def prepared(batch: TrainBatch, algorithm: AlgorithmConfig) -> TrainBatch:
         batch = with_old_logprobs(batch, algorithm, batch.old_logprobs)
         batch, _ = with_advantages(batch, algorithm, max_response_tokens=RESPONSE)
         batch, _ = with_corrections(batch, algorithm)
-        batch, _ = with_selected_tokens(batch, algorithm, step_generator(0, STEP))
+        batch, _ = with_selected_tokens(batch, algorithm)
     return with_loss_weights(batch, algorithm, max_response_tokens=RESPONSE)
 
 
@@ -153,7 +153,8 @@ def case_teacher_topk(place, path, teacher, batch, tp, pp, cp):
         halves = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
         found = trainer.compute_teacher_topk(halves)
         assert trainer.parameter_hash() == hashed, "the policy is put back"
-        return None if found is None else tuple(torch.cat(parts) for parts in zip(*found, strict=True))
+        names = ("teacher_topk_ids", "teacher_topk_logprobs")
+        return None if found is None else tuple(torch.cat([half[name] for half in found]) for name in names)
 
 
 def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
@@ -178,7 +179,7 @@ def case_teacher(place, path, teacher, checkpoint, batch, tp, pp):
 # Tests.
 
 FAMILIES = {
-    "grpo": {"loss_reduction": "sample", "kl_coef": 0.3},
+    "grpo": {"loss_reduction": "sample", "kl": {"kind": "loss", "coef": 0.3}},
     "dr-grpo": {"advantage": {"normalize_std": False}, "loss_reduction": "constant"},
     "dapo": {"objective": {"clip_low": 0.1, "clip_high": 0.18}, "overlong_buffer": 6},
     "gspo": {"objective": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03}, "loss_reduction": "sample"},
@@ -186,15 +187,15 @@ FAMILIES = {
     "rloo, group means": {"advantage": "rloo", "loss_reduction": "group"},
     "reinforce++": {
         "advantage": {"kind": "reinforce_pp", "gamma": 0.95},
-        "kl_coef": 0.3,
-        "kl_in": "reward",
-        "kl_estimator": "k1",
+        "kl": {"kind": "reward", "coef": 0.3, "estimator": "k1"},
     },
-    "reinforce++ baseline": {"advantage": "reinforce_pp_baseline", "kl_coef": 0.3, "kl_estimator": "k2"},
+    "reinforce++ baseline": {
+        "advantage": "reinforce_pp_baseline", "kl": {"kind": "loss", "coef": 0.3, "estimator": "k2"},
+    },
     "distillation": {"advantage": "distill"},
     "dual clip": {"objective": {"dual_clip": 1.05}},
-    "entropy bonus": {"entropy_coef": 0.3},
-    "unbiased k3": {"kl_coef": 0.3, "kl_unbiased": True},
+    "entropy bonus": {"entropy": {"kind": "bonus", "coef": 0.3}},
+    "unbiased k3": {"kl": {"kind": "loss", "coef": 0.3, "unbiased": True}},
     "truncated importance sampling": {"is_weights": {"kind": "token", "cap": 1.02}},
     "icepop": {"is_weights": {"kind": "token", "cap": 1.08}, "is_mask": {"kind": "token", "low": 0.92, "high": 1.08}},
     "sequence mask": {"is_mask": {"kind": "sequence", "low": 0.8, "high": 1.2}},
@@ -209,9 +210,9 @@ FAMILIES = {
         "overlong_buffer": 6,
     },
     "sapo": {"objective": "sapo", "loss_reduction": "sample"},
-    "gmpo": {"objective": {"kind": "gmpo", "clip_low": 0.1, "clip_high": 0.1}, "loss_reduction": "sample"},
-    "gpg": {"advantage": "gpg", "objective": "reinforce"},
-    "opo": {"advantage": "opo", "objective": "reinforce"},
+    "gmpo": {**plain.gmpo(0.1, 0.1), "loss_reduction": "sample"},
+    "gpg": {"advantage": "examples.algorithms:gpg", "objective": "reinforce"},
+    "opo": {"advantage": "examples.algorithms:opo", "objective": "reinforce"},
     "off-policy samples masked": {"off_policy_mask_threshold": 0.05},
     "veto, floor, mean 1": {"is_weights": {"kind": "token", "floor": 0.95, "normalize": True}, "is_veto": 0.85},
     "distillation beside reward": {
@@ -298,9 +299,8 @@ def test_the_teachers_most_probable_tokens_are_those_of_transformers(ranks, tmp_
         {
             "objective": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03},
             "loss_reduction": "sample",
-            "entropy_coef": 0.3,
-            "kl_coef": 0.3,
-            "kl_unbiased": True,
+            "entropy": {"kind": "bonus", "coef": 0.3},
+            "kl": {"kind": "loss", "coef": 0.3, "unbiased": True},
         },
         {
             "advantage": "reinforce_pp",
@@ -310,15 +310,13 @@ def test_the_teachers_most_probable_tokens_are_those_of_transformers(ranks, tmp_
             "loss_reduction": "group",
         },
         {
-            "objective": "gmpo",
+            **plain.gmpo(0.1, 0.1),
             "loss_reduction": "sample",
             "off_policy_mask_threshold": 0.05,
-            "kl_cov_fraction": 0.2,
-            "clip_cov_fraction": 0.1,
-            "clip_cov_low": -9.0,
+            "entropy": {"kind": "kl_cov", "fraction": 0.2},
         },
-        {"distill_kl_coef": 0.7, "distill_top_k": TOPK, "entropy_coef": 0.1},
-        {"entropy_coef": 0.3, "kl_coef": 0.3},
+        {"distill_kl_coef": 0.7, "distill_top_k": TOPK, "entropy": {"kind": "bonus", "coef": 0.1}},
+        {"entropy": {"kind": "bonus", "coef": 0.3}, "kl": {"kind": "loss", "coef": 0.3}},
     ],
     ids=[
         "gspo, entropy, kl", "reinforce++, cispo, corrected", "gmpo, off-policy mask, covariances",
@@ -377,7 +375,8 @@ def test_a_teacher_scores_with_its_own_weights_and_leaves_the_policy_alone(ranks
 
 def test_a_teacher_of_another_shape_is_refused_before_anything_starts(tmp_path):
     from rltool.config.algorithm import AlgorithmConfig
-    from rltool.config.train import ModelConfig, TrainConfig
+    from rltool.config.sections import ModelConfig
+    from rltool.config.train import TrainConfig
     from rltool.errors import UsageError
     from rltool.training.checks.validate import check_model
 

@@ -59,7 +59,7 @@ def case_nan(place, path, tp, pp, batch):
 
 
 def case_reference(place, path, batch):
-    with closing(make_trainer(place, path, algorithm={"kl_coef": 0.1})) as trainer:
+    with closing(make_trainer(place, path, algorithm={"kl": {"kind": "loss", "coef": 0.1}})) as trainer:
         first = trainer.compute_logprobs([batch])
         trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
         trained, hashed = trainer.compute_logprobs([batch]), trainer.parameter_hash()
@@ -99,7 +99,7 @@ def test_logprobs_equal_those_of_transformers(ranks, tmp_path, kind, tied):
 def test_loss_gradient_norm_and_weights_do_not_depend_on_layout_or_packing(ranks, tmp_path, tied):
     path, batch = save_hf(tmp_path, tied=tied), policy_batch(LENGTHS)
     # A large eps keeps the update smooth in the gradient; at 1e-8 Adam's first step is its sign, of noise too.
-    options = {"algorithm": {"kl_coef": 0.05}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
+    options = {"algorithm": {"kl": {"kind": "loss", "coef": 0.05}}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
     runs = {}
     for world, tp, pp, micro_batches in ((1, 1, 1, 1), (1, 1, 1, 8), (2, 1, 1, 2), (2, 2, 1, 3), (2, 1, 2, 4)):
         results = ranks.run(case_train, world, path, tp, pp, batch, micro_batches, 2, options)
@@ -119,7 +119,17 @@ def test_three_steps_equal_plain_torch_adamw_on_the_transformers_model(ranks, tm
     path, model = save_hf(tmp_path, "qwen2", tied=True), hf_model("qwen2", tied=True)
     batch, clip, decay = policy_batch(LENGTHS), 0.3, 0.1
     settings = dict(lr=1e-3, weight_decay=decay, clip_grad=clip, warmup_steps=1, decay_style="linear", eps=1e-4)
-    results = ranks.run(case_train, 1, path, 1, 1, batch, 2, 3, {"optimizer": settings, "algorithm": {"kl_coef": 0.05}})
+    results = ranks.run(
+        case_train,
+        1,
+        path,
+        1,
+        1,
+        batch,
+        2,
+        3,
+        {"optimizer": settings, "algorithm": {"kl": {"kind": "loss", "coef": 0.05}}},
+    )
     metrics, weights, _ = results[0]
 
     groups = [

@@ -12,7 +12,7 @@ from rltool.config.algorithm import CriticConfig
 from rltool.megatron.offload import PARTS, tensors_of
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long]
+pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
 
@@ -30,6 +30,10 @@ def digests(model) -> dict[str, str]:
                     found[f"{name} {number} {group} {i}"] = value
     copies = {name: tensor.detach().to("cpu", copy=True).reshape(-1) for name, tensor in found.items()}
     return {name: hashlib.sha256(copy.view(torch.uint8).numpy()).hexdigest() for name, copy in copies.items()}
+
+
+def optimizers(model) -> list:
+    return [each.optimizer for each in getattr(model.optimizer, "chained_optimizers", [model.optimizer])]
 
 
 def held(model) -> int:
@@ -61,10 +65,16 @@ def case_steps(place, path, settings, batch):
 
 
 def case_round_trip(place, path, settings, batch):
-    """Two steps; everything away and back; then in the order of a colocated run's turns; two more steps.
+    """Warmed up, away and back before the first step; two steps; everything away and back; then in the order of a
+    colocated run's turns; two more steps.
 
     Returns the bytes that lie below the tensors, here and away, how many tensors were compared, and the last step."""
     with closing(make_trainer(place, path, **settings)) as trainer:
+        trainer.warm_up()
+        trainer.offload(PARTS)
+        made = sum(len(state) for group in optimizers(trainer) for state in group.state.values())
+        assert made == 2 * sum(len(part["params"]) for group in optimizers(trainer) for part in group.param_groups)
+        trainer.onload(PARTS)
         for _ in range(2):
             step(trainer, batch)
         before, size, allocated = digests(trainer), held(trainer), on_gpu()
@@ -92,15 +102,17 @@ def case_round_trip(place, path, settings, batch):
         return size, empty, len(before), step(trainer, batch)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("distributed", [False, True], ids=["whole", "distributed optimizer"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "distributed", [pytest.param(False, marks=pytest.mark.long), True], ids=["whole", "distributed optimizer"]
+)
 def test_every_tensor_comes_back_bit_by_bit_and_training_goes_on_as_if_it_had_not_left(
     ranks, tmp_path, dtype, distributed
 ):
     check(ranks, tmp_path, {"dtype": dtype, "trainer": {"distributed_optimizer": distributed}})
 
 
-@pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["TP2", "PP2"])
+@pytest.mark.parametrize("layout", [{"tp": 2}, pytest.param({"pp": 2}, marks=pytest.mark.long)], ids=["TP2", "PP2"])
 def test_so_it_is_with_a_model_that_is_cut(ranks, tmp_path, layout):
     check(ranks, tmp_path, layout)
 

@@ -28,7 +28,7 @@ from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import mean_difference, new_request, perturbed_model
 from tests.tiny_models import VOCAB_SIZE
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RUN = "e" * 32
 EQUAL = 1e-4
@@ -39,7 +39,7 @@ REQUESTS = 8
 """Enough for both replicas of a data-parallel server to get some."""
 
 
-@pytest.fixture(scope="module", params=["vllm-tp2", "vllm-dp2", "sglang-tp2"])
+@pytest.fixture(scope="module", params=["vllm-tp2", "vllm-dp2", pytest.param("sglang-tp2", marks=pytest.mark.long)])
 def engine(request, tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     """One server of two workers at a time."""
     directory = tmp_path_factory.mktemp(request.param)
@@ -53,11 +53,12 @@ def engine(request, tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFact
         yield running
 
 
-@pytest.mark.parametrize("backend", ["gloo", "disk"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("disk", marks=pytest.mark.long)])
 def test_every_worker_computes_with_the_trainers_weights(engine: RunningEngine, backend: Backend, tmp_path: Path):
     asyncio.run(asyncio.wait_for(sync_and_compare(engine, backend, tmp_path), 240))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("engine", ["vllm-tp2", "vllm-dp2"], indirect=True)
 def test_a_request_that_every_worker_refuses_leaves_no_answers_behind(engine: RunningEngine, tmp_path: Path):
     """In vLLM's own way the first worker's error is raised, and the others' stay in their queues: each answer after

@@ -23,7 +23,11 @@ from tests.e2e.megatron_ranks import RankPool
 pytestmark = pytest.mark.e2e
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
-OPTIONS = {"algorithm": {"kl_coef": 0.05, "entropy_coef": 0.01}, "temperature": 0.9, "optimizer": {"eps": 1e-3}}
+OPTIONS = {
+    "algorithm": {"kl": {"kind": "loss", "coef": 0.05}, "entropy": {"kind": "bonus", "coef": 0.01}},
+    "temperature": 0.9,
+    "optimizer": {"eps": 1e-3},
+}
 
 ICEPOP = {"is_weights": {"kind": "token", "cap": 1.3}, "is_mask": {"kind": "token", "low": 0.6, "high": 1.6}}
 TOLD = {"train/is_weight_mean", "train/is_truncated_fraction", "train/masked_fraction"}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import ray
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import RayConfig, TrainConfig, TrainerConfig
+from rltool.config.sections import RayConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.cluster.placement import plan_placement
 from rltool.training.cluster.places import find_places, in_order
@@ -104,7 +106,7 @@ def test_bundles_are_given_back_at_the_end(cluster):
 def test_waiting_in_vain_ends_at_the_deadline_with_what_is_missing(cluster):
     too_much = config("external").model_copy(update={"trainer": TrainerConfig(world_size=GPUS + 1, cpus_per_rank=0.1)})
     with (
-        pytest.raises(PlacementTimeout, match=r"deadlines.placement = 1 s: GPU: 5 wanted, . free of 4"),
+        pytest.raises(PlacementTimeout, match=r"deadlines.start = 1 s: GPU: 5 wanted, . free of 4"),
         placed(plan_placement(too_much, gpu=True), timeout=1),
     ):
         pass
@@ -168,7 +170,7 @@ def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_o
     """Megatron's patches for the CPU are thread-local."""
 
     def prepare(actor) -> int:
-        actor.sender, actor.mark = BlockedSender(), threading.local()
+        actor._started, actor.mark = SimpleNamespace(sender=BlockedSender()), threading.local()
         actor.mark.patched = True
         return threading.get_ident()
 
@@ -185,7 +187,7 @@ def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_o
         assert ray.get(actor.ready.remote("http://engine:1", "v", 0, SECONDS), timeout=SECONDS) is None
         ray.get(actor.abort_transfer.remote(["http://engine:1"], "it failed"), timeout=SECONDS)
         assert ray.get(joining, timeout=SECONDS) == {}
-        threads = call(lambda actor: actor.sender.threads)
+        threads = call(lambda actor: actor._started.sender.threads)
         assert threads["join"] == ident and ident not in (threads["abort"], threads["ready"])
         assert [call(look) for _ in range(5)] == [(ident, True)] * 5
     finally:

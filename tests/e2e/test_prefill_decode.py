@@ -13,20 +13,26 @@ from rltool.engines.sync_client import send
 from rltool.engines.types import HttpRequest
 from rltool.errors import RltoolError
 from tests.e2e.job import write_job
+from tests.e2e.test_managed import alive_with, engines_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SETS = (
-    'engines.mode="managed"', "steps=4", "eval.sets={}", "rollout.max_staleness=1", 'algorithm.is_weights="token"',
+    'engines.mode="managed"', "steps=4", "eval.sets={}",
     'weights.pause_mode="abort"',
     'engines.groups=[{name="p",role="prefill",max_model_len=64},{name="d",role="decode",max_model_len=64}]',
 )  # fmt: skip
+AHEAD = ("rollout.max_staleness=1", 'algorithm.is_weights="token"')
+"""Each sync meets requests on their way."""
 AGREEMENT = 5e-6
 
 
-def test_a_run_whose_engines_prefill_and_decode_apart_agrees_with_its_trainer(tmp_path: Path, tiny_tied_dir: Path):
+@pytest.mark.parametrize("more", [(), pytest.param(AHEAD, marks=pytest.mark.long)], ids=["synchronous", "ahead"])
+def test_a_run_whose_engines_prefill_and_decode_apart_agrees_with_its_trainer(
+    tmp_path: Path, tiny_tied_dir: Path, more: tuple[str, ...]
+):
     job = write_job(tmp_path / "job", tiny_tied_dir, None)
-    process = job.start("train", "apart", sets=list(SETS))
+    process = job.start("train", "apart", sets=[*SETS, *more])
     fetched = 0.0
     try:
         while process.poll() is None:
@@ -37,10 +43,15 @@ def test_a_run_whose_engines_prefill_and_decode_apart_agrees_with_its_trainer(tm
         process.kill()
     assert process.returncode == 0, job.output("apart")[-4000:]
     steps = job.steps("apart")
+    out = job.output("apart")
+    assert "placement: 3 Ray bundles (1 trainer, 2 engine)" in out and "engine-0: vllm prefill, group p, cpu" in out
     assert len(steps) == 4
     compared = [s["train/logprob_abs_diff_mean"] for s in steps if "train/logprob_abs_diff_mean" in s]
     assert compared and max(compared) < AGREEMENT
     assert fetched > 0, "without a connector each engine would have computed everything itself"
+    assert engines_of(job, "apart") == {} and alive_with(job, "apart") == []
+    assert Endpoints.load(job.runs / "apart" / "endpoints.json").models == {}
+    assert (job.runs / "apart" / "logs" / "latest" / "engine-0.log").stat().st_size > 0
 
 
 def _fetched(file: Path) -> float:

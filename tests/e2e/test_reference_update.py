@@ -12,7 +12,7 @@ from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
-SETTINGS = {"algorithm": {"kl_coef": 0.3, "reference_update_steps": 1}, "optimizer": {"lr": 1e-2}}
+SETTINGS = {"algorithm": {"kl": {"kind": "loss", "coef": 0.3, "reference_update_steps": 1}}, "optimizer": {"lr": 1e-2}}
 LAYOUTS = {"one": (1, 1, 1), "tp2": (2, 2, 1), "pp2": (2, 1, 2)}
 
 

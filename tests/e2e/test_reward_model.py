@@ -18,7 +18,7 @@ from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.e2e.job import write_job
 from tests.tiny_models import write_tiny_reward_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 TEXTS = [[5], [40, 41, 42], [*range(3, 90)], [7] * 200, [90, *range(60, 30, -1)]]
 CLOSE = 1e-4
@@ -67,6 +67,7 @@ def test_scores_are_those_of_transformers(engine, reward_dir):
         assert found == pytest.approx(right, abs=CLOSE)
 
 
+@pytest.mark.long
 def test_of_several_labels_each_has_its_score(tmp_path):
     directory = write_tiny_reward_model(tmp_path / "model", num_labels=3)
     with serving_vllm(directory, tmp_path, task="classify") as engine:
@@ -74,6 +75,7 @@ def test_of_several_labels_each_has_its_score(tmp_path):
             assert found == pytest.approx(right, abs=CLOSE) and len(found) == 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_labels", [1, 3])
 def test_sglang_gives_the_scores_of_transformers_where_the_head_has_a_bias(tmp_path, num_labels):
     directory = write_tiny_reward_model(tmp_path / "model", num_labels=num_labels, head_bias=True)
@@ -82,6 +84,7 @@ def test_sglang_gives_the_scores_of_transformers_where_the_head_has_a_bias(tmp_p
             assert found == pytest.approx(right, abs=CLOSE) and len(found) == num_labels
 
 
+@pytest.mark.long
 def test_sglang_adds_the_same_random_numbers_to_all_scores_where_it_has_none(tmp_path):
     """Why check_head refuses it. Where this fails, SGLang has been mended."""
     directory = write_tiny_reward_model(tmp_path / "model", num_labels=3)
@@ -92,6 +95,7 @@ def test_sglang_adds_the_same_random_numbers_to_all_scores_where_it_has_none(tmp
     assert bias.abs().max() > 100 * CLOSE
 
 
+@pytest.mark.long
 def test_a_run_starts_the_reward_model_and_is_paid_its_scores(tmp_path, tiny_tied_dir, reward_dir):
     job = write_job(tmp_path / "job", tiny_tied_dir, None)
     groups = '[{name="main",device="cpu",max_model_len=64},{name="rewards",model="reward",device="cpu"}]'

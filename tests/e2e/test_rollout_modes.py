@@ -147,8 +147,8 @@ def running_requests(engine: RunningEngine) -> float:
     )
 
 
-def wait_for(condition, say) -> None:
+def wait_for(condition, log) -> None:
     deadline = time.monotonic() + DEADLINE
     while not condition():
-        assert time.monotonic() < deadline, say()[-3000:]
+        assert time.monotonic() < deadline, log()[-3000:]
         time.sleep(0.05)

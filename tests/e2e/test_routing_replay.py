@@ -165,7 +165,7 @@ def case_bits(place, path, layout, batch, replays):
 
 def case_frozen(place, path, batch):
     """Log-probabilities by policy and reference, which are the same weights."""
-    options = {"algorithm": {"kl_coef": 0.05, "routing_replay": True}}
+    options = {"algorithm": {"kl": {"kind": "loss", "coef": 0.05}, "routing_replay": True}}
     with closing(make_trainer(place, path, **options)) as trainer:
         return [trainer.compute_logprobs([batch], weights=weights)[0] for weights in ("policy", "reference", "policy")]
 

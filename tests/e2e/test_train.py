@@ -6,8 +6,6 @@ import json
 import math
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -104,15 +102,6 @@ def test_it_evaluates_before_and_after_and_writes_checkpoint_export_and_tensorbo
     assert not (run / "state" / "train.json").exists()
 
 
-def looked_at(job: Job, *words: str, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rltool", *words], env=job.environment(), cwd=job.root, capture_output=True, text=True,
-        timeout=DEADLINE,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_every_number_that_was_logged_is_explained(routed, trained):
     names = {name for record in routed.metrics("trained") for name in record if "/" in name}
     assert undocumented(names) == []
@@ -127,22 +116,22 @@ def test_every_number_that_was_logged_is_explained(routed, trained):
 
 
 def test_samples_report_and_recordings_can_be_looked_at(routed, trained):
-    text = looked_at(routed, "samples", "trained", "--step", "2", "--sort", "reward", "--limit", "32")
+    text = routed.say("samples", "trained", "--step", "2", "--sort", "reward", "--limit", "32")
     assert text.startswith("run trained, step 2; by reward")
     # the trainer scored the samples of the first optimizer step, of which some are kept
     found = [float(value) for value in re.findall(r"trainer - engine\| mean ([\d.e+-]+), max", text)]
     assert found and max(found) < 1e-5
-    assert looked_at(routed, "report", "trained", "--out", "page.html").startswith("report of run trained")
+    assert routed.say("report", "trained", "--out", "page.html").startswith("report of run trained")
     page = (routed.root / "page.html").read_text()
     assert "<h2>Answers</h2>" in page and "trainer 1 rank: CPU" in page and "vllm" in page and 'class="error"' in page
     rollouts = str(routed.runs / "trained")
-    assert looked_at(routed, "diff-dumps", rollouts, rollouts) == "equal: 96 samples of 3 steps\n"
+    assert routed.say("diff-dumps", rollouts, rollouts) == "equal: 96 samples of 3 steps\n"
 
 
 def test_evaluation_alone_finds_what_the_run_found(routed, trained):
     """The engine holds the weights of the run's end, and the random numbers are the same."""
     words = ("eval", "--config", "run.toml", "--rollout-external", routed.endpoints, "--out", "results.json")
-    assert "95 % interval" in looked_at(routed, *words)
+    assert "95 % interval" in routed.say(*words)
     found = json.loads((routed.root / "results.json").read_text())
     last = [record for record in routed.metrics("trained") if "eval/heldout/accuracy" in record][-1]
     assert found["sets"]["heldout"]["accuracy"] == last["eval/heldout/accuracy"]
@@ -180,7 +169,7 @@ def test_a_resumed_run_goes_on_against_the_engines_under_a_new_attempt(routed, t
 
 def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_agree_as_well(direct):
     sets = [
-        "algorithm.kl_coef=0.05",
+        "algorithm.kl={kind='loss', coef=0.05}",
         "steps=2",
         "optimizer_steps_per_rollout=1",
         'weights.transport="disk"',

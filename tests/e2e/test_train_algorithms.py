@@ -139,8 +139,8 @@ def test_distillation_by_a_loss_trains_resumes_bit_equally_and_is_the_same_from_
 @pytest.mark.long
 def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depend_on_them(job):
     sets = [
-        "algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
-        "algorithm.kl_estimator=k1", "algorithm.entropy_coef=0.01", "algorithm.is_weights=token",
+        "algorithm.advantage=reinforce_pp", "algorithm.kl={kind='reward', coef=0.1, estimator='k1'}",
+        "algorithm.entropy={kind='bonus', coef=0.01}", "algorithm.is_weights=token",
         "algorithm.is_weights.cap=1.1", "algorithm.is_mask=geometric", "algorithm.is_mask.low=0.9",
         "algorithm.is_mask.high=1.1", "algorithm.loss_reduction=group", "algorithm.overlong_buffer=4",
     ]  # fmt: skip
@@ -170,30 +170,36 @@ def test_kl_in_the_reward_corrections_and_bonus_reach_two_ranks_and_do_not_depen
 
 
 @pytest.mark.long
-def test_steered_weights_a_following_reference_and_chosen_tokens_resume_bit_equally_and_do_not_depend_on_ranks(job):
+@pytest.mark.parametrize("entropy", ["{kind='bonus', target=9.0}", "{kind='high_entropy', fraction=0.5}"])
+def test_steered_weights_a_following_reference_and_chosen_tokens_resume_bit_equally_and_do_not_depend_on_ranks(
+    job, entropy
+):
     sets = [
-        "epochs_per_rollout=2", "algorithm.kl_coef=0.1", "algorithm.kl_target=1e-6", "algorithm.entropy_target=9.0",
-        "algorithm.reference_update_steps=1", "algorithm.top_entropy_fraction=0.5", "algorithm.kl_cov_fraction=0.1",
-        "algorithm.clip_cov_fraction=0.1", "algorithm.clip_cov_low=-9.0", "algorithm.off_policy_mask_threshold=0.05",
+        "epochs_per_rollout=2", "algorithm.kl={kind='loss', coef=0.1, target=1e-6, reference_update_steps=1}",
+        "algorithm.off_policy_mask_threshold=0.05", f"algorithm.entropy={entropy}",
     ]  # fmt: skip
     whole = replay(job, "steered", sets=sets)
     replay(job, "steered-halved", "--steps", "1", sets=sets)
     assert replay(job, "steered-halved", "--resume", sets=sets) == whole
     replay(job, "steered-two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
     first, second = job.steps("steered")
-    assert (first["train/kl_coef"], first["train/entropy_coef"]) == (0.1, 0.0)
-    assert second["train/kl_coef"] == pytest.approx(0.102) and second["train/entropy_coef"] == pytest.approx(0.005)
-    assert 0.4 < first["train/top_entropy_fraction"] < 0.6 and 0 < first["train/off_policy_masked_fraction"] < 1
+    assert first["train/kl_coef"] == 0.1 and second["train/kl_coef"] == pytest.approx(0.102)
+    assert 0 < first["train/off_policy_masked_fraction"] < 1
+    if "bonus" in entropy:
+        assert first["train/entropy_coef"] == 0.0 and second["train/entropy_coef"] == pytest.approx(0.005)
+        measured = "entropy_coef"
+    else:
+        assert 0.4 < first["train/top_entropy_fraction"] < 0.6
+        measured = "top_entropy_fraction"
     for one, two in zip(job.steps("steered"), job.steps("steered-two"), strict=True):
-        for name in ("loss", "grad_norm", "kl", "kl_coef", "entropy_coef", "clip_cov_fraction", "covariance_mean"):
+        for name in ("loss", "grad_norm", "kl", "kl_coef", measured):
             assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-4, abs=1e-6), name
 
 
 def test_ppo_trains_policy_and_critic_on_fake_data_and_resumes_bit_equally(job):
     sets = [
         "algorithm.advantage=gae",
-        "algorithm.kl_coef=0.05",
-        "algorithm.kl_in=reward",
+        "algorithm.kl={kind='reward', coef=0.05}",
         "critic.lr=1e-3",
         "critic.warmup_rollouts=1",
         "checkpoint.async_save=true",

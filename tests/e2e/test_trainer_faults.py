@@ -235,7 +235,7 @@ def test_ctrl_c_in_the_training_on_a_rollout_ends_it_between_two_optimizer_steps
         epochs.process.send_signal(signal.SIGINT)
         assert epochs.end() == 130
         assert time.monotonic() - begun < 40 and "Traceback" not in epochs.said()
-        assert "Ctrl-C: the training on this rollout is given up after the optimizer step in progress" in epochs.said()
+        assert "Ctrl-C: the training on this rollout is dropped after the optimizer step in progress" in epochs.said()
         assert epochs.newest() == done and epochs.processes() == []
     go_on(job, "epochs")
 
@@ -263,7 +263,7 @@ def test_a_signal_while_ray_starts_ends_it_at_once_says_so_and_leaves_the_run_un
         early.process.send_signal(number)
         assert early.end() == code
         said = early.said()
-        assert f"{name}: the start is given up; nothing was trained, and no checkpoint is written" in said
+        assert f"{name}: the start was cancelled; nothing was trained, and no checkpoint is written" in said
         assert f"stopped by {name} before a step was done: nothing was trained, no checkpoint was written" in said
         assert "done after step" not in said and "Traceback" not in said
         assert not early.run.is_used and early.processes() == []

@@ -145,8 +145,8 @@ def test_weights_are_loaded_again_from_where_the_server_read_them(vllm_engine_un
             own = AutoModelForCausalLM.from_pretrained(engine.launch.model, dtype=torch.float32).eval()
             sample = await sender.one(new_request())
             assert mean_difference(other, sample) < 1e-4 and mean_difference(own, sample) > 0.05
-            speaks = dialect("vllm", plugin=True)
-            requests = [*speaks.pause("abort"), *speaks.reload(None), *speaks.resume()]
+            engine_dialect = dialect("vllm", plugin=True)
+            requests = [*engine_dialect.pause("abort"), *engine_dialect.reload(None), *engine_dialect.resume()]
             await client.run(engine.endpoint, requests, timeout=60)
             sample = await sender.one(new_request(seed=12))
             assert mean_difference(own, sample) < 1e-4

@@ -307,13 +307,13 @@ def test_an_update_that_its_trainer_left_open_does_not_stop_the_next_trainer(vll
 
     async def scenario(sender: Sender):
         model = perturbed_model(engine.launch.model, seed=10)
-        speaks = dialect("vllm")
-        await sender.control(speaks.pause("keep"))
+        engine_dialect = dialect("vllm")
+        await sender.control(engine_dialect.pause("keep"))
         await sender.control(DISK.init(Rendezvous("disk", 2, GROUP), rank_offset=1, timeout_seconds=TIMEOUT))
         await sender.control(DISK.begin())
         # ... and here the trainer died. What another one does before its first sync:
         await sender.control(DISK.leave(GROUP))
-        await sender.control(speaks.resume())
+        await sender.control(engine_dialect.resume())
         await sender.one()
         await sender.gloo(tensors_of(model), "next")
         assert mean_difference(model, await sender.one()) < EQUAL

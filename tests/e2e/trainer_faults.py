@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,11 +99,7 @@ def training(job: Job, run: str, *more: str, sets: Sequence[str] = (), steps: in
 
 def rltool(job: Job, *words: str, code: int = 0) -> str:
     """A verb that takes no configuration. Returns what it said, on one line."""
-    done = subprocess.run(
-        [*job.argv("", "x")[:3], *words], env=job.environment(), capture_output=True, text=True, timeout=DEADLINE
-    )
-    assert done.returncode == code, done.stdout + done.stderr
-    return " ".join((done.stdout + done.stderr).split())
+    return " ".join(job.say(*words, code=code).split())
 
 
 def _stdout(process: psutil.Process) -> str:

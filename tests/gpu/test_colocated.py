@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -16,36 +19,80 @@ from benchmarks.whole_step import make_model, make_prompts
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 STEPS = 4
+PARTS = ("wait", "sleep", "onload", "train", "samples", "reference", "offload", "sync", "eval")
+"""time/NAME_seconds that are together the whole step (docs/metrics.md)."""
+END_SECONDS = 30.0
+"""From SIGTERM after the last step to the end of the command: 3 s, and room for an engine that is slow to go."""
 
 
-def test_a_run_with_the_defaults_of_init_trains_on_the_engines_gpu(tmp_path, monkeypatch):
-    """vLLM sleeps while the trainer works; every step's log-probabilities agree; nothing stays on the GPU."""
+class Job:
+    """A run of a small model with the defaults of `init`, in a directory of its own."""
+
+    def __init__(self, root: Path, engines: int) -> None:
+        model, data = make_model(root / "model", "test", 256), make_prompts(root / "prompts.jsonl")
+        self.root = root
+        self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "HF_HUB_OFFLINE": "1"}
+        settings = {
+            "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS), "engines.mode": '"colocate"',
+            "engines.groups": f"[{{count={engines},engines_per_gpu={engines}}}]", "rollout.prompts_per_step": "32",
+            "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "64",
+            "reward.function": '"benchmarks.rewards:letter_share"', "checkpoint.save_at_end": "false",
+        }  # fmt: skip
+        self.words = ["train", "--config", "run.toml", "--run", "one"]
+        self.words += (word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
+        self.start("init", "run.toml").wait(120)
+        self.output = root / "out"
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        """In a process group of its own; what it says goes to `output`."""
+        with (self.root / "out").open("w") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "rltool", *words], cwd=self.root, env=self.environment, stdout=out,
+                stderr=subprocess.STDOUT, text=True, process_group=0,
+            )  # fmt: skip
+
+    def steps(self) -> list[dict]:
+        file = self.root / "runs/one/metrics.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return [record for record in map(json.loads, lines) if "train/loss" in record]
+
+
+@pytest.fixture
+def small_model(monkeypatch):
     monkeypatch.setitem(SHAPES, "test", SHAPES["0.5B"] | {"num_hidden_layers": 4, "vocab_size": 8192})
-    model, data = make_model(tmp_path / "model", "test", 256), make_prompts(tmp_path / "prompts.jsonl")
-    environment = {**os.environ, "RLTOOL_RUNS": str(tmp_path / "runs"), "HF_HUB_OFFLINE": "1"}
 
-    def rltool(*words: str) -> str:
-        command = [sys.executable, "-m", "rltool", *words]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800)
-        assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
-        return done.stdout
 
-    rltool("init", "run.toml")
-    settings = {
-        "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS), "engines.mode": '"colocate"',
-        "engines.groups": "[{}]", "rollout.prompts_per_step": "32", "sampling.max_prompt_tokens": "32",
-        "sampling.max_response_tokens": "64", "reward.function": '"benchmarks.rewards:letter_share"',
-        "checkpoint.save_at_end": "false",
-    }  # fmt: skip
-    before = gpu_memory_gib("0")
-    words = (word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
-    rltool("train", "--config", "run.toml", "--run", "one", *words)
-    lines = (tmp_path / "runs/one/metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if "train/loss" in record]
+@pytest.mark.parametrize("engines", [1, 2])
+def test_a_run_with_the_defaults_of_init_trains_on_the_engines_gpu(tmp_path, small_model, engines):
+    """vLLM sleeps while the trainer works; every step's log-probabilities agree; nothing stays on the GPU."""
+    job, before = Job(tmp_path, engines), gpu_memory_gib("0")
+    assert job.start(*job.words).wait(800) == 0, job.output.read_text()[-6000:]
+    steps, said = job.steps(), job.output.read_text()
     assert len(steps) == STEPS
     assert json.loads((tmp_path / "runs/one/config.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
     assert max(record["train/mismatch_kl"] for record in steps) < 2e-3
     assert max(record["train/logprob_abs_diff_mean"] for record in steps) < 0.03
-    # Engines that end with the run do not get the last weights.
-    assert len({record["weight_version"] for record in steps[:-1]}) == STEPS - 1
+    assert len({record["weight_version"] for record in steps[:-1]}) == STEPS - 1, "the last one nobody reads"
+    assert {record["rollout/engines_serving"] for record in steps} == {engines}
+    assert "a KV cache of " in said
+    for record in steps:
+        parts = sum(record.get(f"time/{part}_seconds", 0.0) for part in PARTS)
+        assert parts == pytest.approx(record["time/step_seconds"], rel=0.02)
     assert gpu_memory_gib("0") < before + 1.0
+
+
+def test_sigterm_to_the_process_group_after_the_last_step_gives_the_memory_back(tmp_path, small_model):
+    job, before = Job(tmp_path, 1), gpu_memory_gib("0")
+    process = job.start(*job.words)
+    try:
+        ends = time.monotonic() + 800
+        while len(job.steps()) < STEPS:
+            assert process.poll() is None and time.monotonic() < ends, job.output.read_text()[-6000:]
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(END_SECONDS) == 0, job.output.read_text()[-6000:]
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert gpu_memory_gib("0") < before + 1.0
+    assert "SIGTERM: all steps are done" in job.output.read_text()

@@ -7,7 +7,7 @@ manifest, which is written last, and at least one of
 - a patch: what changed in each shard since the version's base. A shard without changes has no file.
 
 `Manifest.state` names the bytes of the weights, not the files: it is the base's state hashed with the patch, or the
-hash of the first anchor. A patch fits whoever holds its base with the base's state, and nobody else: so a version that
+hash of the first anchor. A patch fits only a holder of its base in the base's state: so a version that
 a restarted trainer made anew is never mixed with the old one's patches.
 """
 
@@ -26,7 +26,7 @@ from rltool.errors import RltoolError
 FORMAT = 1
 MANIFEST = "manifest.json"
 HEAD = "head.json"
-"""The key of the newest version, for followers that nobody tells."""
+"""The key of the newest version, for followers that poll."""
 
 Kind = Literal["anchor", "patch"]
 _JSON_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*\.json")
@@ -108,7 +108,7 @@ class Manifest:
             WeightVersion.parse(found.version)
             if type(found.shards) is not int:
                 raise ValueError("a number of shards that is none")
-            # Compared, never counted up to: the number is whatever the file says.
+            # Compared, never counted up to: the number is what the file has.
             for part in (found.anchor, found.patch):
                 if part is not None and not all(0 <= shard < found.shards for shard in part.files):
                     raise ValueError("files of shards that do not exist")

@@ -1,7 +1,7 @@
 """A directory in Hugging Face's layout that follows the versions of a store, for engines that load whole directories.
 
-DIR/RUN-ATTEMPT-N appears, complete, when the version can be loaded. A follower of an engine says in the store how far
-it is (`Report`), so that whoever wrote the version knows when that engine can be told to load it, and from where.
+DIR/RUN-ATTEMPT-N appears, complete, when the version can be loaded. A follower of an engine records in the store how
+far it is (`Report`), so that the writer knows when that engine can load it, and from where.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def follow(
     Report(engine, None, None, None).write(store)
     copy = DirectoryCopy(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    said = ""
+    last_error = ""
     while not stopped():
         try:
             version = newest(store)
@@ -130,12 +130,12 @@ def follow(
                 rebuilt = bring(copy, store, version.version, seconds=deadline)
                 Report(engine, version.version, str(copy.path), None).write(store)
                 log(_line(rebuilt))
-                said = ""
+                last_error = ""
         except (RltoolError, OSError) as error:
-            if str(error) != said:
+            if str(error) != last_error:
                 log(str(error))
                 _report_failure(store, engine, copy, str(error))
-                said = str(error)
+                last_error = str(error)
         time.sleep(every)
 
 

@@ -1,6 +1,6 @@
 """A version of the weights as messages over a transfer group: their form, and how an engine takes them.
 
-A message is a header, which says of what kind and how long it is, and then its bytes; each of the two is one broadcast
+A message is a header, with its kind and length, and then its bytes; each of the two is one broadcast
 of flat uint8. A version is a message for each bucket, in the announced order, and then its manifest
 (rltool.engines.delta.chain), which has the sha256 of all of them.
 

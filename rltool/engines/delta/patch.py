@@ -77,7 +77,7 @@ def code_gaps(indices: Tensor, dtype: torch.dtype) -> Tensor:
     """indices: [n >= 1] ascending. Returns [m >= n] gaps of `dtype`, whose `positions` contain the indices.
 
     Where two neighbours are too far apart for `dtype`, elements between them are listed as well: a patch has an
-    element's new value, whether it changed or not, so nothing marks these and nothing tells them apart.
+    element's new value, whether it changed or not, so they are not marked and look like changed ones.
     """
     reach = GAPS[dtype]
     steps = torch.diff(indices, prepend=indices.new_tensor([-1]))

@@ -64,7 +64,7 @@ class Rebuilt:
 def bring(copy: Copy, store: Store, version: str, *, seconds: float) -> Rebuilt:
     """Make `copy` hold `version`, over the cheapest route whose files are all there and undamaged.
 
-    seconds: after which it is given up between two files. Raises CannotRebuild, with what was wrong with each route;
+    seconds: after which it stops, between two files. Raises CannotRebuild, with what was wrong with each route;
     the copy then holds what it held, or nothing.
     """
     started = time.monotonic()
@@ -156,5 +156,5 @@ class _Source:
     def verified(self, key: str, file: File) -> bytes:
         data = self.get(key)
         if not file.matches(data):
-            raise FileDamaged(f"{key} is damaged: {len(data)} bytes, where its manifest says {file.bytes} and a sha256")
+            raise FileDamaged(f"{key} is damaged: {len(data)} bytes, where its manifest has {file.bytes} and a sha256")
         return data

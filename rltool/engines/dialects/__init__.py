@@ -1,4 +1,4 @@
-"""Engines' HTTP interfaces and command lines: one module a dialect, and the tables of what differs between them.
+"""Engines' HTTP interfaces and command lines: one module a dialect, and tables of their differences.
 
 Pure: requests out, replies in, argv. No sockets, no tasks, no processes.
 """

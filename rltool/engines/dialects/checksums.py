@@ -1,6 +1,6 @@
 """Checksums of the parameters that an engine holds, and how two sets of them compare. Pure.
 
-A parameter is named RANK:NAME, where RANK tells the engine's ranks apart ("dp0:pp0:pcp0:tp1" in vLLM, "dp0:pp0:tp1" of
+A parameter is named RANK:NAME, where RANK is the engine's rank ("dp0:pp0:pcp0:tp1" in vLLM, "dp0:pp0:tp1" of
 SGLang's) and NAME is the engine's own: vLLM and SGLang keep the query, key and value projections of a layer in one
 matrix, and those of gate and up.
 """
@@ -90,7 +90,7 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
 
 
 def tensor_parallel_size(checksums: Checksums) -> int | None:
-    """How many tensor-parallel ranks there are. None where ranks are named in a way that tells no number."""
+    """The number of tensor-parallel ranks; None where the ranks' names do not hold it."""
     found = [_TENSOR_PARALLEL.search(_split(key)[0]) for key in checksums]
     return None if None in found else 1 + max((int(match[1]) for match in found if match is not None), default=0)
 

@@ -80,7 +80,7 @@ def _architecture(launch: EngineLaunch) -> str:
     try:
         return json.loads((launch.model / "config.json").read_text())["architectures"][0]
     except (OSError, ValueError, LookupError, TypeError):
-        return ""  # vLLM itself will say what is wrong with the model directory
+        return ""  # vLLM itself reports what is wrong with the model directory
 
 
 def _finite(values: Sequence[Any]) -> tuple[float, ...]:

@@ -40,5 +40,5 @@ def _is_quantized(model: Path) -> bool:
     try:
         config = json.loads((model / "config.json").read_text())
     except (OSError, ValueError):
-        return False  # vLLM itself will say what is wrong with the model directory
+        return False  # vLLM itself reports what is wrong with the model directory
     return any(name in part for part in (config, json_object(config.get("text_config"))) for name in QUANTIZED)

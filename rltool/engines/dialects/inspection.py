@@ -1,4 +1,4 @@
-"""What tells whether an engine holds the weights that it should: checksums of its parameters, and log-probabilities of
+"""Whether an engine holds the right weights: checksums of its parameters, and log-probabilities of
 given tokens. The part of both dialects for `rltool debug weights`.
 
 Sources: vllm/entrypoints/rl/online/api_router.py, sglang/srt/utils/weight_checker.py. For the layouts:
@@ -23,7 +23,7 @@ from rltool.engines.types import EngineInfo, HttpRequest, TokenScores, json_list
 from rltool.errors import MissingLogprobs, UsageError
 
 MAX_LOGPROBS = 256
-"""Of vLLM servers that rltool starts, unless --max-logprobs says otherwise; vLLM's own default is 20
+"""Of vLLM servers that rltool starts, unless --max-logprobs is set; vLLM's own default is 20
 (vllm/config/model.py)."""
 NO_SUCH_ROUTE = 404
 """What supported versions answer on the routes that later ones added."""
@@ -80,17 +80,17 @@ class SglangInspection(SglangClassification, Inspects):
         return found
 
     def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
-        """A server that was left to choose its dtype says so, and chooses by its model's configuration."""
+        """A server whose dtype is "auto" reports that, and chooses by its model's configuration."""
         who = f"{info.dialect} {info.engine_version}"
         if info.dp_size > 1:
             return f"checksums were not compared: {who} with data parallelism cuts attention in a way of its own"
         if info.device is None:
-            return f"checksums were not compared: {who} does not tell its device, on which theirs depend"
+            return f"checksums were not compared: {who} does not report its device, on which theirs depend"
         if info.device not in ("cpu", "cuda"):
             return f"checksums were not compared: {who} on {info.device} makes them in a way of its own"
         dtype = info.dtype or sglang_auto_dtype(info.model_config)
         if dtype is None:
-            return f"checksums were not compared: {who} does not tell its dtype; start it with --dtype"
+            return f"checksums were not compared: {who} does not report its dtype; start it with --dtype"
         if info.device == "cpu" and dtype != "float32":
             return f"checksums were not compared: {who} on a CPU may have packed matrices in {dtype} for AMX"
         return ParameterLayout(dtype, ranks, "sha256_64" if info.device == "cpu" else "sglang_cuda")

@@ -3,24 +3,40 @@ it room; those that share a GPU among themselves take their part of its memory. 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch
 from rltool.engines.dialects.table import dialect, launches
 from rltool.errors import UsageError
 
-MEMORY_FRACTION = "0.6"
-"""Of each GPU, for weights and KV cache of an engine. While an engine is awake the trainer's parameters may lie beside
-it (a weight sync reads them), and a CUDA context and NCCL's buffers always do."""
+MEMORY_FRACTION = 0.6
+"""Of each GPU, for weights and KV cache of the engines that take turns with the trainer. While they are awake its
+parameters may lie beside them (a weight sync reads them), and a CUDA context and NCCL's buffers always do."""
 
 SHARED_FRACTION = 0.88
 """Of each GPU, for all engines that share it: a little less than one alone takes, for each has a CUDA context."""
 
-def takes_turns(group: EngineGroup, default: Device, *, from_disk: bool = False) -> EngineGroup:
-    """The group with what its engines need for it; flags of its own win. On the CPU, where none can sleep, as it is.
-    from_disk: they load their weights again when they wake up, and need no copy. Raises UsageError for engines that
-    cannot sleep."""
-    if (group.device or default) == "cpu" or group.role == "placeholder":
+
+@dataclass(frozen=True)
+class CacheSize:
+    """How much of a GPU's memory an engine's KV cache takes, in bytes; fraction: of the whole GPU, for all of the
+    engine: what must be free when it starts."""
+
+    bytes: int
+    fraction: float
+
+
+def takes_turns(
+    group: EngineGroup, default: Device, *, from_disk: bool = False, cache: CacheSize | None = None
+) -> EngineGroup:
+    """The group with what its engines need for it; flags of its own win. On the CPU, where none can sleep and there is
+    no GPU to share, without engines_per_gpu. from_disk: they load their weights again when they wake up, and need no
+    copy. cache: in place of all that the fraction leaves, where may_set_cache. Raises UsageError for
+    engines that cannot sleep."""
+    if (group.device or default) == "cpu":
+        return group.model_copy(update={"engines_per_gpu": 1})
+    if group.role == "placeholder":
         return group
-    given = {flag.partition("=")[0] for flag in group.flags}
     memory = launches(group.engine).memory
     if not memory.sleep:
         raise UsageError(
@@ -28,33 +44,46 @@ def takes_turns(group: EngineGroup, default: Device, *, from_disk: bool = False)
             'trainer\'s GPUs in turns with it; use engines.mode = "managed"'
         )
     kept = () if group.model == POLICY or from_disk else memory.keep_weights
-    added = [flag for flag in (*memory.sleep, *kept) if flag not in given]
-    if memory.fraction is not None and memory.fraction not in given:
-        added += [memory.fraction, MEMORY_FRACTION]
+    added = [flag for flag in (*memory.sleep, *kept) if not has_flag(group, flag)]
+    if cache is not None and memory.kv_cache is not None and memory.fraction is not None:
+        added += [memory.kv_cache, str(cache.bytes), memory.fraction, f"{cache.fraction:.3f}"]
     return group.model_copy(update={"flags": (*added, *group.flags)})
 
 
-def shares_memory(group: EngineGroup, number: int) -> EngineGroup:
-    """The group with the part of the GPUs' memory that its engine of this number has, where several share them; a flag
-    of its own wins.
+def may_set_cache(group: EngineGroup) -> bool:
+    """Whether its engines take a KV cache of a set size, and its flags say nothing of it, nor of what it depends on."""
+    memory = launches(group.engine).memory
+    names = (memory.kv_cache, memory.fraction, *memory.kv_cache_depends)
+    return memory.kv_cache is not None and not any(has_flag(group, name) for name in names if name is not None)
 
-    One that is of what is free (MemoryFlags.of_free) is of what those that started before it have left. Raises
+
+def has_flag(group: EngineGroup, name: str) -> bool:
+    return any(flag.partition("=")[0].replace("_", "-") == name for flag in group.flags)
+
+
+def shares_memory(group: EngineGroup, number: int, *, in_turns: bool = False) -> EngineGroup:
+    """The group with the part of the GPUs' memory that its engine of this number has; a flag of its own wins. One alone
+    on its GPUs takes what it takes by itself, unless it uses them in turns with the trainer.
+
+    A part that is of what is free (MemoryFlags.of_free) is of what those that started before it have left. Raises
     UsageError for engines whose part cannot be set.
     """
-    if group.engines_per_gpu == 1:
+    sharing = group.engines_per_gpu
+    if sharing == 1 and not in_turns:
         return group
-    memory = launches(group.engine).memory
-    name = memory.fraction
+    name, of_free = launches(group.engine).memory.fraction, launches(group.engine).memory.of_free
+    if name is None and sharing == 1:
+        return group
     if name is None:
         raise UsageError(
             f"group {group.name!r}: {dialect(group.engine).label} engines cannot be given a part of a GPU's memory; "
             "leave engines_per_gpu out"
         )
-    if any(flag.partition("=")[0] == name for flag in group.flags):
+    if has_flag(group, name):
         return group
-    part = SHARED_FRACTION / group.engines_per_gpu
-    if memory.of_free:
-        part /= 1 - number % group.engines_per_gpu * part
+    part = (MEMORY_FRACTION if in_turns else SHARED_FRACTION) / sharing
+    if of_free:
+        part /= 1 - number % sharing * part
     return group.model_copy(update={"flags": (name, f"{part:.3f}", *group.flags)})
 
 
@@ -65,7 +94,7 @@ def measures_memory(launch: EngineLaunch) -> bool:
 
 
 def memory_flag(group: EngineGroup) -> str:
-    """What the group says of the GPUs' memory, as on a command line."""
+    """The group's GPU memory settings, as on a command line."""
     name = launches(group.engine).memory.fraction
     if name is None:
         return "what the engine takes"

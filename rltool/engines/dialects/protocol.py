@@ -49,7 +49,7 @@ Version = tuple[int, ...]
 class Feature(StrEnum):
     """What some of the supported versions have and others lack."""
 
-    VERSION_SPANS = "version spans"  # a reply tells which weights sampled which of its tokens
+    VERSION_SPANS = "version spans"  # a reply names the weights that sampled which of its tokens
     VERSION_OF_REPLY = "version of a reply"  # a reply names the weights that were there when it was made
     STARTING_VERSION = "starting version"  # /server_info keeps the weight version that the server was started with
 
@@ -91,11 +91,11 @@ class Generates(Protocol):
     pairing: Pairing | None = None
     """None: it has no prefill and decode engines."""
     sampling_masks: bool = False
-    """Whether it tells which tokens top_p and top_k left to choose from."""
+    """Whether it returns the tokens that top_p and top_k left to choose from."""
     replicas_share_seed: bool = False
     """Data-parallel replicas of one server may draw the same random numbers (EngineInfo.own_seeds: not with seeds of
     their own for each request)."""
-    health_tells_death: bool = False
+    health_reports_death: bool = False
     """The server outlives what generates in it, and then answers 503 on /health (engines/fleet/liveness.py)."""
 
     # -- generation
@@ -119,7 +119,7 @@ class Generates(Protocol):
 
         An id that is not there is harmless, so the same list goes to every engine, and for no ids nothing is sent. A
         request that is ended, waiting or running, answers with the tokens that it has and finish_reason "abort". A
-        request that arrives after the abort, or that the server has not yet let in, is not ended by it: whoever waits
+        request that arrives after the abort, or that the server has not yet let in, is not ended by it: who waits
         for the end repeats the abort.
         """
         ...
@@ -159,7 +159,7 @@ class Controls(Protocol):
     def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
         """Abort what runs, hold back what comes, and free the GPU memory of `tags`.
 
-        EngineInfo.sleep_levels tells what the server was started for. Raises UsageError for tags that this kind of
+        EngineInfo.sleep_levels holds what the server was started for. Raises UsageError for tags that this kind of
         engine frees only together with others.
         """
         ...
@@ -179,13 +179,14 @@ class Controls(Protocol):
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """Leave a weight-transfer group and close an update that was left open, by us or by a trainer that died,
-        whatever the transport was. Neither need be there. The other steps of a transfer are in rltool.weights."""
+        whatever the transport was. No error if there is no such group. The other steps of a transfer are in
+        rltool.weights."""
         ...
 
 
 @runtime_checkable
 class Inspects(Protocol):
-    """What an engine tells of the weights that it holds, and of texts that it is given."""
+    """What an engine reports of its weights, and of texts that it scores."""
 
     digests_by_device: bool = False
     """Equal parameters have other digests on a GPU than on a CPU."""
@@ -199,15 +200,15 @@ class Inspects(Protocol):
         ...
 
     def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
-        """How this engine keeps its parameters, for digests that are worked out beside it; or why they say nothing.
+        """How this engine keeps its parameters, for digests that are worked out beside it; or why they prove nothing.
 
-        ranks: over which its checksums are; fallback_dtype: of an engine that does not tell its own.
+        ranks: over which its checksums are; fallback_dtype: of an engine that does not report its own.
         """
         ...
 
     def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
         """Ask for the log-probabilities of given tokens, each after those before it. The reply goes to parse_score.
-        topk: of so many most probable tokens in the place of each as well; then the reply goes to parse_topk."""
+        topk: also of the topk most probable tokens at each place; then the reply goes to parse_topk."""
         ...
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
@@ -244,12 +245,13 @@ class ParallelFlags:
 class MemoryFlags:
     """fraction: the flag of the engine's part of a GPU's memory; None: it has none. of_free: that part is of what is
     free when it starts, not of the whole. kv_cache: a flag with which it does not measure at its start how much is left
-    for its KV cache. sleep: flags with which it can sleep; (): it cannot. keep_weights: further flags, for a sleep that
-    keeps the weights in the host's memory."""
+    for its KV cache; kv_cache_depends: others that change how large that has to be. sleep: flags with which it can
+    sleep; (): it cannot. keep_weights: further flags, for a sleep that keeps the weights in the host's memory."""
 
     fraction: str | None = None
     of_free: bool = False
     kv_cache: str | None = None
+    kv_cache_depends: tuple[str, ...] = ()
     sleep: tuple[str, ...] = ()
     keep_weights: tuple[str, ...] = ()
 

@@ -40,7 +40,7 @@ class SamplingMask:
             raise ValueError(f"a sampling mask of {sum(self.counts)} tokens with {len(self.ids)} ids")
 
     def first(self, places: int) -> SamplingMask:
-        """That of the first so many places."""
+        """That of the first places."""
         counts = self.counts[:places]
         return SamplingMask(self.ids[: sum(counts)], counts)
 

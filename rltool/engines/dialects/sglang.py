@@ -62,7 +62,7 @@ MEMORY: dict[MemoryTag, tuple[str, ...]] = {"weights": ("weights",), "kv_cache":
 """SGLang's own tags. CUDA graphs are of no use without the cache."""
 
 TASKS = {True: "generate", False: "classify"}
-"""By is_generation. SGLang does not tell classifiers from embedding models."""
+"""By is_generation. SGLang does not distinguish classifiers from embedding models."""
 
 ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 """Names of one number in meta_info (_calculate_spec_decoding_metrics), the newest first."""
@@ -109,7 +109,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
                 "SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids"
             )
         if sampling.return_sampling_mask:
-            raise UsageError("SGLang and sglang-router do not tell which tokens top_p and top_k left to choose from")
+            raise UsageError("SGLang and sglang-router do not return the tokens that top_p and top_k leave")
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
         parameters: dict[str, Any] = {
             "max_new_tokens": sampling.max_tokens,
@@ -168,7 +168,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
             dp_size=server["dp_size"],
             own_seeds=server.get("enable_deterministic_inference"),
             max_model_len=models[0].get("max_model_len") if models else None,
-            vocab_size=None,  # SGLang does not tell
+            vocab_size=None,  # not reported by SGLang
             dtype=server["dtype"] if server["dtype"] != "auto" else None,
             weight_backend="sglang",
             weight_version=model["weight_version"],
@@ -186,8 +186,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         )
 
     def health(self) -> HttpRequest:
-        # Not /health: that generates a token unless the server was told not to, takes a second, and fails while paused.
-        # A server before 0.5.20, which has no such route, lives if it can say so.
+        # Not /health: that generates a token by default, takes a second, and fails while paused.
+        # A server before 0.5.20, which has no such route, is alive if it answers.
         return HttpRequest("GET", "/ready", tolerate=(NO_SUCH_ROUTE,))
 
     def load(self) -> HttpRequest:
@@ -196,7 +196,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
     def parse_load(self, reply: Any) -> EngineLoad:
         loads = json_list(json_object(reply).get("loads"))
         if not loads:
-            raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
+            raise EngineError(f"/v1/loads has no data-parallel rank: {json.dumps(reply)[:300]}")
         return EngineLoad(
             running=sum(load["num_running_reqs"] for load in loads),
             waiting=sum(load["num_waiting_reqs"] for load in loads),
@@ -207,10 +207,10 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         return HttpRequest("GET", "/v1/loads", query={"include": "core,spec"})
 
     def parse_counters(self, reply: Any) -> EngineCounters:
-        """Means over data-parallel ranks of gauges: SGLang tells of its last batches, not since its start."""
+        """Means over data-parallel ranks of gauges: SGLang reports its last batches, not since its start."""
         loads = json_list(json_object(reply).get("loads"))
         if not loads:
-            raise EngineError(f"/v1/loads tells of no data-parallel rank: {json.dumps(reply)[:300]}")
+            raise EngineError(f"/v1/loads has no data-parallel rank: {json.dumps(reply)[:300]}")
         hit_rates = [float(load["cache_hit_rate"]) for load in loads if "cache_hit_rate" in load]
         speculating = [float(load["speculative"]["accept_rate"]) for load in loads if load.get("speculative")]
         return EngineCounters(
@@ -249,14 +249,14 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
 
         A request that came while the engine was paused is held back by the front end, which does not know its id before
         the engine is resumed: abort it again then. (One that was running when the pause came is ended at once.) An
-        empty id is refused here, for it would be a prefix of everybody's.
+        empty id is refused here, for it is a prefix of every id.
         """
         if "" in request_ids:
-            raise ValueError("an empty request id would abort the requests of everybody")
+            raise ValueError("an empty request id would abort every client's requests")
         return [HttpRequest("POST", "/abort_request", {"rid": request_id}) for request_id in request_ids]
 
     def sleep(self, level: SleepLevel, tags: Sequence[MemoryTag] = MEMORY_TAGS) -> list[HttpRequest]:
-        """Its scheduler dies where it is not idle, hence the pause. No request tells the level: a server keeps the
+        """Its scheduler dies where it is not idle, hence the pause. No request sets the level: a server keeps the
         weights if it was started with --enable-weights-cpu-backup."""
         release = HttpRequest("POST", "/release_memory_occupation", {"tags": _memory_of(tags)})
         return [*self.pause("abort"), release]
@@ -269,7 +269,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
     def reload(self, model: str | None) -> list[HttpRequest]:
         """The cache, which a flush would touch, is still asleep, and has nothing of older weights when it wakes."""
         if model is None:
-            raise UsageError("this SGLang server does not tell where it read its model, so it cannot load it again")
+            raise UsageError("this SGLang server does not report where it read its model, so it cannot load it again")
         body = {"model_path": model, "load_format": "auto", "flush_cache": False}
         return [HttpRequest("POST", "/update_weights_from_disk", body)]
 
@@ -342,7 +342,7 @@ def _memory_of(tags: Sequence[MemoryTag]) -> list[str]:
 
 
 def _sleep_levels(server: Mapping[str, Any]) -> tuple[SleepLevel, ...]:
-    """Without its memory saver the server says yes to a sleep and frees nothing."""
+    """Without its memory saver the server accepts a sleep and frees nothing."""
     if not server.get("enable_memory_saver"):
         return ()
     return (1,) if server.get("enable_weights_cpu_backup") else (2,)

@@ -64,14 +64,14 @@ def training_refusal(kind: str, version: str, pause_mode: str) -> str | None:
         better = since.get(Feature.VERSION_OF_REPLY)
         install = f": install {name} {_text(better)}" if better else ""
         return (
-            f"is {name} {version}, which does not tell the weight version of what it sampled, so it cannot be trained "
+            f"is {name} {version}, which does not report the weight version of its samples, so it cannot be trained "
             f"against{install} (as it is, it serves `debug rollout-only`)"
         )
     if not has(kind, version, Feature.VERSION_SPANS) and pause_mode not in ("auto", "abort"):
         better = since.get(Feature.VERSION_SPANS)
-        every = f" ({_text(better)} tells it for every token)" if better else ""
+        every = f" ({_text(better)} reports it for every token)" if better else ""
         return (
-            f"is {name} {version}, which tells one weight version for a whole response{every}, so none may run across "
+            f"is {name} {version}, which reports one weight version for a response{every}, so none may run across "
             'a sync: set weights.pause_mode to "abort", or leave it at "auto"'
         )
     return None

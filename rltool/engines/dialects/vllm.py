@@ -47,7 +47,7 @@ from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
 ABORT_PATH = aborts.ABORT_PATH
-"""Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts everybody's
+"""Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts every client's
 requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"
 """What vLLM puts before the request_id of a body (ServingTokens.serve_tokens): the id that an abort must name."""
@@ -73,7 +73,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
     with_plugin = "rltool.engines.dialects.vllm_arrays:ArrayVllmDialect"
     pairing = "in_turn"
     sampling_masks = True
-    health_tells_death = True
+    health_reports_death = True
     generate_path = GENERATE_PATH
 
     # -- generation
@@ -273,7 +273,7 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
 
 
 def _cached_tokens(reply: Mapping[str, Any]) -> int | None:
-    """Of several samples of a prompt vLLM counts for the one that ended last, whichever that is."""
+    """With several samples of a prompt, vLLM reports the counts of the one that ended last."""
     details = json_object(json_object(reply.get("usage")).get("prompt_tokens_details"))
     return details.get("cached_tokens") if len(reply["choices"]) == 1 else None
 
@@ -323,7 +323,7 @@ def _request_id(request: GenerateRequest, start: int) -> str:
 
 
 def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
-    """What /server_info?config_format=json of an unmodified server (in dev mode) tells; {} where it does not answer.
+    """What /server_info?config_format=json of an unmodified server (in dev mode) returns; {} where it does not answer.
 
     The HF config in it is text: the class's name followed by JSON, for pydantic cannot dump it.
     """

@@ -38,14 +38,14 @@ CPU_BUSY_LOOP_SECONDS = "0.002"
 sleep."""
 
 GPU_OUTPUT_TOKENS = "16"
-"""Tokens of a sample that the engine core hands over at a time; an aborted sample loses at most one fewer."""
+"""Tokens of a sample that the engine core delivers at a time; an aborted sample loses at most one fewer."""
 
 
 KV_TRANSFER = {
     "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"kv_lease_duration": 6},
 }  # fmt: skip
-"""The lease, in seconds, is of a cache that nobody has fetched; it is renewed while a decode engine means to. A weight
-sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
+"""The lease, in seconds, is of a cache that has not been fetched; it is renewed while a decode engine means to. A
+weight sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
 
 LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
 """With one of these the longest sequence may be another than that of config.json."""
@@ -72,8 +72,14 @@ class VllmLaunching(Launches):
         data=("--data-parallel-size", "-dp"),
     )
     memory = MemoryFlags(
-        fraction="--gpu-memory-utilization", kv_cache="--kv-cache-memory-bytes", sleep=("--enable-sleep-mode",)
-    )
+        fraction="--gpu-memory-utilization",
+        kv_cache="--kv-cache-memory-bytes",
+        kv_cache_depends=(
+            "--num-gpu-blocks-override", "--kv-cache-dtype", "--block-size", "--speculative-config",
+            "--kv-transfer-config", "--config", "--decode-context-parallel-size", "-dcp",
+        ),
+        sleep=("--enable-sleep-mode",),
+    )  # fmt: skip
     tokenizer_flags = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
 
     def argv(self, launch: EngineLaunch) -> list[str]:
@@ -133,6 +139,9 @@ class VllmLaunching(Launches):
                 "VLLM_CPU_KVCACHE_SPACE": "1",
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": "1",
+                # --enforce-eager leaves three small functions of the sampler and the embedding to torch.compile: 19 s
+                # of g++ in the first request of a machine, 2 s in that of each engine.
+                "TORCHDYNAMO_DISABLE": "1",
             }
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
         else:
@@ -148,7 +157,7 @@ class VllmLaunching(Launches):
         return None
 
     def too_long(self, launch: EngineLaunch, model_config: Mapping[str, Any]) -> str | None:
-        """It goes by max_position_embeddings, which a scaled RoPE multiplies: of such models nothing is said."""
+        """It goes by max_position_embeddings, which a scaled RoPE multiplies: nothing is checked for such models."""
         overridden = any(flag.startswith(LENGTH_FLAGS) for flag in launch.extra_args)
         if launch.max_model_len is None or overridden:
             return None
@@ -161,7 +170,7 @@ class VllmLaunching(Launches):
             return None
         return (
             f"--max-model-len {launch.max_model_len}: {launch.model} has max_position_embeddings = {longest}, and vLLM "
-            "starts with no more, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 or a scaled RoPE (-- --hf-overrides) says so"
+            "starts with no more, unless VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 or a scaled RoPE (-- --hf-overrides) allows it"
         )
 
 
@@ -180,6 +189,6 @@ def _cpu_max_model_len(launch: EngineLaunch) -> int:
     try:
         config = json.loads((launch.model / "config.json").read_text())
     except (OSError, ValueError):
-        return CPU_MAX_MODEL_LEN  # vLLM itself will say what is wrong with the model directory
+        return CPU_MAX_MODEL_LEN  # vLLM itself reports what is wrong with the model directory
     longest = config.get("max_position_embeddings")
     return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN

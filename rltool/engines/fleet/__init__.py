@@ -1,4 +1,4 @@
-"""Which engines exist, in which state, with which role, and whose they are.
+"""Which engines exist, in which state, with which role, and which run leases them.
 
 Pure state machines and one-shot requests; no task lives here (rollout/serving has those).
 """

@@ -2,8 +2,9 @@
 Whoever sends a request sends it to both; each sample is a request of its own.
 
 - vLLM, one after the other: the prefill is asked for one token, which is thrown away, and for the cache to be kept; its
-  reply says where it lies (`kv_transfer_params`), which the decode is told. vLLM's connectors (NIXL and others) agree
-  on this much. A cache is fetched once; the prefill engine's prefix cache makes all but the first of a prompt cheap.
+  reply has its address (`kv_transfer_params`), which the decode request carries. vLLM's connectors (NIXL and others)
+  agree on this much. A cache is fetched once; the prefill engine's prefix cache makes all but the first of a prompt
+  cheap.
 - SGLang, both at once: the two meet in a room (`bootstrap_host`, `bootstrap_port`, `bootstrap_room`) that the sender
   makes up. sglang-router does the same for requests that go through it.
 
@@ -41,7 +42,7 @@ BOOTSTRAP_PORT = 8998
 """SGLang's own default."""
 NOWHERE = "2.2.2.2"
 """The bootstrap host with which SGLang's own health check asks one half alone (its FAKE_BOOTSTRAP_HOST): a prefill
-sends its cache to nobody, a decode samples from one that nobody filled."""
+sends its cache nowhere, a decode samples from one that was never filled."""
 
 
 class PrefillFailed(EngineError):
@@ -73,14 +74,14 @@ async def generate(
     """request.n completions; each call is made once.
 
     timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
-    calls, says no, and where SGLang sampled with other weights than `version`, those of both when this was called.
+    calls, fails, and where a sample has other weights than `version`, those of both when this was called.
     Raises what EngineClient.generate does; PrefillFailed for all that happens at the prefill engine but a refusal.
     """
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
         if _pairing_of(decode) == "side_by_side":
             return _side_by_side(client, prefill, decode, one, timeout, version)
-        return _in_turn(client, prefill, decode, one, timeout, may_decode)
+        return _in_turn(client, prefill, decode, one, timeout, may_decode, version)
 
     return await all_of(sample(one) for one in one_by_one(request))
 
@@ -107,14 +108,14 @@ async def generate_at(
 async def generate_from_nothing(
     client: EngineClient, endpoint: EngineEndpoint, request: GenerateRequest, *, timeout: float
 ) -> None:
-    """Ask an engine that does not sample alone, once: it answers, and what it says means nothing. Raises as
+    """Ask an engine that does not sample alone, once: only that it answers counts. Raises as
     EngineClient.generate does."""
     for http in dialect(endpoint.dialect or "").generate(request):
         await _once(client, endpoint, _meeting(http, NOWHERE, endpoint.bootstrap_port), timeout)
 
 
 def samples_alone(endpoint: EngineEndpoint) -> bool:
-    """Those that are asked in turn all do, whatever their role."""
+    """Those that are asked in turn all do, in any role."""
     return endpoint.role not in HALVES or _pairing_of(endpoint) != "side_by_side"
 
 
@@ -154,19 +155,20 @@ async def _prefill(client: EngineClient, engine: EngineEndpoint, request: HttpRe
 
 async def _in_turn(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
-    may_decode: Callable[[], bool],
+    may_decode: Callable[[], bool], version: str | None,
 ) -> Completion:  # fmt: skip
-    speaks = dialect(decode.dialect or "", plugin=bool(decode.plugin))
+    engine_dialect = dialect(decode.dialect or "", plugin=bool(decode.plugin))
     loop = asyncio.get_running_loop()
     ends = loop.time() + timeout
-    [second] = speaks.generate(request)
+    [second] = engine_dialect.generate(request)
     second = decode_request(second, await _prefill(client, prefill, prefill_request(second), timeout))
     if not may_decode():
         raise CacheOutdated(f"{prefill.url} or {decode.url} left service between prefill and decode")
     done = await _once(client, decode, second, max(ends - loop.time(), 0.001))
     with making_sense_of(f"generation at {decode.url}"):
-        [completion] = speaks.parse_generate(request, [done])
-    return completion
+        [completion] = engine_dialect.parse_generate(request, [done])
+    # A request that is on its way when a sync begins is not there to be aborted, and finds the cache after it.
+    return _sampled_with(version, completion, prefill, decode)
 
 
 def prefill_request(decode: HttpRequest) -> HttpRequest:
@@ -178,11 +180,11 @@ def prefill_request(decode: HttpRequest) -> HttpRequest:
 
 
 def decode_request(decode: HttpRequest, reply: Any) -> HttpRequest:
-    """vLLM's second call, with what the reply to the first says. PrefillFailed where it says nothing."""
+    """vLLM's second call, with the first reply's kv_transfer_params. PrefillFailed where it has none."""
     found = reply.get("kv_transfer_params") if isinstance(reply, Mapping) else None
     if not isinstance(found, Mapping) or not found.get("do_remote_prefill"):
         raise PrefillFailed(
-            f"the prefill engine did not say where its KV cache is (kv_transfer_params: {found!r}): was it started "
+            f"the prefill engine did not return its KV cache's address (kv_transfer_params: {found!r}): was it started "
             "without --kv-transfer-config?"
         )
     return replace(decode, body=decode.body | {"kv_transfer_params": dict(found)})
@@ -195,12 +197,18 @@ async def _side_by_side(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
     version: str | None,
 ) -> Completion:  # fmt: skip
-    speaks = dialect(decode.dialect or "")
-    [both] = speaks.generate(request)
+    engine_dialect = dialect(decode.dialect or "")
+    [both] = engine_dialect.generate(request)
     both = _meeting(both, urlsplit(prefill.url).hostname, prefill.bootstrap_port)
     _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])
     with making_sense_of(f"generation at {decode.url}"):
-        [completion] = speaks.parse_generate(request, [done])
+        [completion] = engine_dialect.parse_generate(request, [done])
+    return _sampled_with(version, completion, prefill, decode)
+
+
+def _sampled_with(
+    version: str | None, completion: Completion, prefill: EngineEndpoint, decode: EngineEndpoint
+) -> Completion:
     if version is not None and any(span.version != version for span in completion.versions):
         raise CacheOutdated(f"{decode.url} sampled with other weights than those that {prefill.url} was asked with")
     return completion

@@ -1,26 +1,25 @@
-"""Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: whoever owns
-those (the rollout manager) tells the fleet *facts*, gives it *commands*, and asks it for *decisions*.
+"""Which engines may serve, as a pure state machine. No sockets, no tasks, no Ray, no router, no processes: the owner of
+those (the rollout manager) reports *facts* to the fleet, gives it *commands*, and asks it for *decisions*.
 
 - Facts (`probe_succeeded`, `probe_failed`, `fell_silent`, `request_succeeded`, `request_failed`, `process_exited`) are
   what was observed. They come from concurrent tasks, so they are accepted in every state, and ignored when they are
   about an engine that has been removed meanwhile or about a moment before the engine's last transition (`sent_at`).
 - Commands (`add`, `pause`, `update_began`, `advance`, `resume`, `drain`, ...) are what the owner decided. One that the
   state does not allow raises IllegalTransition and changes nothing: it is a bug of the caller, never bad luck.
-- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `membership_epoch`, `take_transitions`) are read by the
-  owner, who acts on them: it moves workers in and out of the router, rebuilds transfer groups, starts processes again,
-  logs.
+- Decisions (`serving`, `syncable`, `to_probe`, `canaries_due`, `take_transitions`) are read by the owner, who acts on
+  them: it moves workers in and out of the router, starts processes again, logs.
 
 Three rules decide everything else.
 
 1. An engine that takes weights serves only at the fleet's version. **There is no transition from STALE to READY**, and
-   none from STARTING or DEAD to READY for such an engine: a healthy probe says that a server answers, and the version
+   none from STARTING or DEAD to READY for such an engine: a healthy probe means that a server answers, and the version
    it echoes is a label, not proof of what is in its memory. The one way back is a full sync: STALE -> PAUSED -> READY.
    (The trap: a worker restarted under its old URL answers its health route at once, with the weights of the checkpoint
    on disk. A router takes it back; the batch that it then samples is off-policy by the whole run, and nothing raises.)
 2. Probes and requests fail apart. A wedged engine answers probes for ever, so no healthy probe forgives failed
    requests: a canary request does. Nor does a pause of ours, during which an engine may well refuse both, count as
    failure.
-3. DRAINING has no way back. Who told an engine to leave is not overruled by a probe that finds it healthy.
+3. DRAINING has no way back. A healthy probe does not overrule a removal.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from dataclasses import replace
 
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.state import (
-    IN_TRANSFER_GROUP,
     QUIET,
     TRANSITIONS,
     FleetPolicy,
@@ -47,16 +45,11 @@ __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member",
 
 
 class Fleet:
-    """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner.
-
-    membership_epoch grows by at least one whenever a transfer group built before is no longer the right one: an engine
-    that takes weights has joined or left those that can be synced, was restarted, or failed in the middle of an update.
-    """
+    """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner."""
 
     def __init__(self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy = policy or FleetPolicy()
         self.version: WeightVersion | None = None
-        self.membership_epoch = 0
         self.clock = clock
         self._members: dict[str, Member] = {}
         self._transitions: list[Transition] = []
@@ -130,11 +123,9 @@ class Fleet:
         self._move(url, State.DRAINING, reason)
 
     def remove(self, url: str, reason: str) -> None:
-        """Forget an engine. Not from READY (drain it first), nor from PAUSED (a transfer group counts on it)."""
+        """Forget an engine. Not from READY (drain it first) or PAUSED (a transfer group counts on it)."""
         member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
         del self._members[url]
-        if self._in_group(member):
-            self.membership_epoch += 1
         self._transitions.append(Transition(self.clock(), url, member.state, None, reason))
 
     def restarted(self, url: str) -> None:
@@ -148,7 +139,7 @@ class Fleet:
     # -- commands: GPUs that engines and trainer use in turns
 
     def fall_asleep(self, url: str) -> None:
-        """READY or STALE -> ASLEEP, before the engine is told to free its GPUs: its weights go, its process and its
+        """READY or STALE -> ASLEEP, before the engine frees its GPUs: its weights go, its process and its
         connection with the trainer stay."""
         self._require(url, "put to sleep", State.READY, State.STALE)
         self._move(url, State.ASLEEP, "its GPUs are the trainer's")
@@ -164,7 +155,7 @@ class Fleet:
     # `finally`
 
     def pause(self, url: str) -> None:
-        """READY, STALE or ASLEEP -> PAUSED, before the engine is told to pause."""
+        """READY, STALE or ASLEEP -> PAUSED, before the pause is sent."""
         member = self._require(url, "pause", State.READY, State.STALE, State.ASLEEP)
         if not member.takes_weights:
             raise IllegalTransition(f"{url} takes no weights, so there is no sync to pause it for")
@@ -180,15 +171,15 @@ class Fleet:
         self._update(self._require(url, "finish an update of", State.PAUSED), version=version)
 
     def update_failed(self, url: str, reason: str) -> None:
-        """PAUSED -> STALE, and its transfer group is broken: others may wait in a half-done broadcast."""
-        member = self._require(url, "fail an update of", State.PAUSED)
-        self._abandon_pause(member, reason)
+        """PAUSED -> STALE."""
+        self._require(url, "fail an update of", State.PAUSED)
+        self._move(url, State.STALE, reason, version=None)
 
     def advance(self, version: WeightVersion) -> None:
         """The fleet is at `version` from now on; engines that serve with another are STALE at once.
 
         Refused before a paused engine has received all of it: a version that is bumped first, for a transfer that then
-        fails, would leave a fleet in which nobody can tell old weights from new ones. Refused, too, for an earlier or
+        fails, would leave a fleet in which old and new weights cannot be distinguished. Refused, too, for an earlier or
         foreign version.
         """
         if not any(m.state is State.PAUSED and m.version == version for m in self.members()):
@@ -203,7 +194,7 @@ class Fleet:
                 self._move(member.url, State.STALE, f"missed the sync to {version}")
 
     def resume(self, url: str) -> None:
-        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE. It was told to resume."""
+        """PAUSED -> READY if its last full sync brought the fleet's version, else STALE. The resume was sent."""
         member = self._require(url, "resume", State.PAUSED)
         if self._is_current(member):
             self._move(url, State.READY, f"resumed at {self.version}")
@@ -244,7 +235,7 @@ class Fleet:
         self._judge(member, f"{member.probe_failures} probes in a row failed, the last with: {reason}")
 
     def fell_silent(self, url: str, reason: str, *, checks: int) -> None:
-        """It missed so many health checks in a row, in the middle of a weight sync, whose failure it is already. They
+        """It missed this many health checks in a row, in the middle of a weight sync, whose failure it is already. They
         weigh as much as probes."""
         member = self._members.get(url)
         if member is not None and member.state not in QUIET | {State.STARTING}:
@@ -281,12 +272,13 @@ class Fleet:
         self._judge(member, f"{member.incidents} requests in a row failed, the last with: {reason}")
 
     def request_lost(self) -> None:
-        """A request failed behind a router, which does not say where: every serving engine must show that it works."""
+        """A request failed behind a router, which does not report where: every serving engine must show that it
+        works."""
         for member in self.members(State.READY):
             self._update(member, canary_wanted=True)
 
     def version_refused(self, url: str, reason: str, *, sent_at: float) -> None:
-        """A completion bore a version that this engine should not have.
+        """A completion had a version that this engine should not have.
         READY -> STALE: only a full sync makes it ours again."""
         member = self._observable(url, sent_at)
         if member is not None and member.state is State.READY and member.takes_weights:
@@ -311,7 +303,8 @@ class Fleet:
                     member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start"
                 )
             elif member.state is State.PAUSED and waited > self.policy.pause_seconds:
-                self._abandon_pause(member, f"still paused after {self.policy.pause_seconds:g} s: its sync never ended")
+                told = f"still paused after {self.policy.pause_seconds:g} s: its sync never ended"
+                self._move(member.url, State.STALE, told, version=None)
 
     # -- the rest is private
 
@@ -332,12 +325,8 @@ class Fleet:
         seen = max(at for at in (last, member.last_success_at, member.since) if at is not None)
         return member.canary_wanted or member.incidents > 0 or now - seen >= self.policy.idle_canary_seconds
 
-    @staticmethod
-    def _in_group(member: Member) -> bool:
-        return member.takes_weights and member.state in IN_TRANSFER_GROUP
-
     def _observable(self, url: str, sent_at: float) -> Member | None:
-        """The member, if a fact gathered at `sent_at` says anything of its present."""
+        """The member, if a fact gathered at `sent_at` is still valid."""
         member = self._members.get(url)
         if member is None or sent_at < member.since:
             return None
@@ -347,11 +336,9 @@ class Fleet:
         """Forget the weights of an engine that cannot be shown to be the process, and to hold what it was sent."""
         rebooted = member.boot_id is not None and boot_id != member.boot_id
         relabelled = version is not None and member.version is not None and version != str(member.version)
-        # An engine that was out of sight and tells neither its boot id nor its version may have been restarted
+        # An engine that was out of sight and reports neither boot id nor version may have been restarted
         # meanwhile.
         unprovable = member.probe_failures > 0 and boot_id is None and version is None
-        if rebooted and self._in_group(member):
-            self.membership_epoch += 1
         if rebooted:
             member = self._update(member, incidents=0, last_incident_at=None)
         return self._update(member, version=None) if rebooted or relabelled or unprovable else member
@@ -369,7 +356,7 @@ class Fleet:
     def _rejoin(self, member: Member, reason: str) -> None:
         """Back among the healthy: to work if its weights are still ours, else to wait for a full sync.
 
-        An engine that takes weights and was given up or not yet seen is STALE whatever is on record: while it was away,
+        An engine that takes weights and was dead or not yet seen is STALE whatever is on record: while it was away,
         transfer groups were built without it.
         """
         was_away = member.state in (State.STARTING, State.DEAD)
@@ -377,10 +364,6 @@ class Fleet:
             self._move(member.url, State.STALE, reason, version=None)
         else:
             self._move(member.url, State.READY, reason)
-
-    def _abandon_pause(self, member: Member, reason: str) -> None:
-        self._move(member.url, State.STALE, reason, version=None)
-        self.membership_epoch += 1
 
     def _require(self, url: str, command: str, *states: State) -> Member:
         member = self.member(url)
@@ -402,7 +385,5 @@ class Fleet:
                 f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})"
             )
         now = self.clock()
-        after = self._update(before, state=state, since=now, reason=reason, **changes)
-        if self._in_group(before) != self._in_group(after):
-            self.membership_epoch += 1
+        self._update(before, state=state, since=now, reason=reason, **changes)
         self._transitions.append(Transition(now, url, before.state, state, reason))

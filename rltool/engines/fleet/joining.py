@@ -18,12 +18,12 @@ _POLL_SECONDS = 0.2
 _MARGIN_SECONDS = 5.0
 """Beyond the time that the run itself allows an engine for leaving."""
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class LivingRun:
-    """A run that trains now, and what it says of itself."""
+    """A run that trains now, and its status."""
 
     run: RunDirectory
     driver: Driver
@@ -58,44 +58,44 @@ def users_of_router(run: RunDirectory, router_url: str) -> list[LivingRun]:
     return [user for user in living_runs(run) if user.status.get("router") == router_url]
 
 
-def join(users: Sequence[LivingRun], engines: Sequence[EngineEndpoint], say: Say) -> None:
-    """Have these runs use these engines. What goes wrong is said: the engines serve all the same."""
+def join(users: Sequence[LivingRun], engines: Sequence[EngineEndpoint], log: Log) -> None:
+    """Have these runs use these engines. Failures are logged; the engines serve anyway."""
     for user in users:
         for engine in engines:
             try:
                 row = user.driver.add_engine(engine)
             except RltoolError as error:
-                say(f"{engine.url} has not joined run {user.run.name}: {error}")
+                log(f"{engine.url} has not joined run {user.run.name}: {error}")
             else:
-                say(f"{engine.url} joins run {user.run.name} ({row.get('state')}: {row.get('reason')})")
+                log(f"{engine.url} joins run {user.run.name} ({row.get('state')}: {row.get('reason')})")
 
 
-def leave(users: Sequence[LivingRun], urls: Collection[str], say: Say) -> None:
+def leave(users: Sequence[LivingRun], urls: Collection[str], log: Log) -> None:
     """Have these runs do without these engines, and wait until they have let go of them, each within the time that it
-    says itself. What goes wrong is said."""
+    reports. Failures are logged."""
     waiting: list[tuple[LivingRun, str, float]] = []
     for user in users:
         for url in sorted(set(urls) & {row.get("url") for row in user.status.get("engines", [])} - {None}):
             try:
                 row = user.driver.remove_engine(url)
             except RltoolError as error:
-                say(f"run {user.run.name} has not let go of {url}: {error}")
+                log(f"run {user.run.name} has not released {url}: {error}")
                 continue
             seconds = row.get("leaves_within_seconds", 0.0)
             if row.get("state") != LEFT:
-                say(f"{url} leaves run {user.run.name}, within {seconds:.0f} s")
+                log(f"{url} leaves run {user.run.name}, within {seconds:.0f} s")
                 waiting.append((user, url, time.monotonic() + seconds + _MARGIN_SECONDS))
     for user, url, ends in waiting:
-        _wait_until_left(user, url, ends, say)
+        _wait_until_left(user, url, ends, log)
 
 
-def _wait_until_left(user: LivingRun, url: str, ends: float, say: Say) -> None:
+def _wait_until_left(user: LivingRun, url: str, ends: float, log: Log) -> None:
     while time.monotonic() < ends:
         try:
             if all(row.get("url") != url for row in user.driver.engines()):
                 return
         except RltoolError as error:
-            say(f"run {user.run.name} does not say whether {url} has left: {error}")
+            log(f"run {user.run.name} does not report whether {url} has left: {error}")
             return
         time.sleep(_POLL_SECONDS)
-    say(f"run {user.run.name} has not let go of {url} in time")
+    log(f"run {user.run.name} has not released {url} in time")

@@ -1,4 +1,4 @@
-"""The client's side of an engine's lease: what is asked, how the answer is read, what a refusal says."""
+"""The client's side of an engine's lease: requests, replies, and the text of a refusal."""
 
 from __future__ import annotations
 

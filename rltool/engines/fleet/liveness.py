@@ -34,8 +34,8 @@ def serves(url: str) -> bool:
         return False
 
 
-def says_dead(url: str) -> bool:
-    """The server answers, and says that its engine is dead. Asks the one route that needs no key."""
+def reports_dead(url: str) -> bool:
+    """The server answers, and reports that its engine is dead. Asks the one route that needs no key."""
     try:
         status, _ = exchange(url, HttpRequest("GET", "/health"), timeout=HEALTH_SECONDS)
     except EngineUnreachable:
@@ -59,7 +59,7 @@ class Liveness:
         if self._clock() - self._asked_at < HEALTH_INTERVAL:
             return None
         self._asked_at = self._clock()
-        if says_dead(self._url):
+        if reports_dead(self._url):
             return f"answers {ENGINE_IS_DEAD} on /health: the server runs, and its engine is dead"
         return None
 

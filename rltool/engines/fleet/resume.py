@@ -16,14 +16,14 @@ from rltool.errors import EngineError, UsageError
 
 TRANSFER_GROUP = "rltool-weights"
 """The name under which every rltool trainer joins engines. Constant,
-so that anybody can shut down what a dead one left behind."""
+so that anyone can shut down what a dead one left behind."""
 STEPS = 2
 """Of `timeout` each, for which a stolen lease must last."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """`was_paused` None: this engine does not tell. `transfer`: what became of the transfer group.
+    """`was_paused` None: not reported. `transfer`: what became of the transfer group.
     `error`: it could not be resumed."""
 
     url: str

@@ -15,10 +15,10 @@ class State(StrEnum):
     READY = "ready"  # healthy and at the fleet's version: the only state that serves
     PAUSED = "paused"  # frozen by us for a weight sync; its silence is no failure
     STALE = "stale"  # healthy, but its weights are not the fleet's: waits for a full sync
-    SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be given up
-    DEAD = "dead"  # given up: its process exited, or it failed for too long
+    SUSPECT = "suspect"  # has failed too often to be given work, not often enough to be dead
+    DEAD = "dead"  # its process exited, or it failed for too long
     ASLEEP = "asleep"  # its GPUs are the trainer's for now: it has no work, and nothing is expected of it
-    DRAINING = "draining"  # told to leave; finishes what it has, gets nothing new
+    DRAINING = "draining"  # leaving: finishes what it has, gets nothing new
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
@@ -36,7 +36,6 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 """All that exist. STARTING, DEAD and ASLEEP -> READY are for engines with fixed weights alone, PAUSED and STALE for the
 others: these wake up in a full sync."""
 
-IN_TRANSFER_GROUP = frozenset({State.READY, State.PAUSED, State.STALE, State.ASLEEP})
 QUIET = frozenset({State.PAUSED, State.ASLEEP})
 """States that we have brought an engine into, and in which its silence is no failure."""
 
@@ -67,7 +66,7 @@ class FleetPolicy:
     """Pause between two canary requests to an engine that answers probes but fails requests."""
     idle_canary_seconds: float = 60.0
     """A serving engine that has brought no request to its end for so long gets a canary request: one whose requests
-    hang answers probes for ever, and behind a router nobody sees which engine that is."""
+    hang answers probes for ever, and behind a router it is unknown which engine that is."""
     start_seconds: float = 900.0
     """From launch to the first healthy probe. Loading 70B parameters from a network disk and capturing graphs takes ten
     minutes."""
@@ -82,7 +81,7 @@ class FleetPolicy:
             if not 1 <= getattr(self, first) < getattr(self, second):
                 raise ValueError(
                     f"1 <= {first} < {second} must hold, not {getattr(self, first)} and {getattr(self, second)}: "
-                    "an engine is suspected before it is given up, or a hiccup costs a full sync"
+                    "an engine is SUSPECT before it is DEAD, or a hiccup costs a full sync"
                 )
 
 
@@ -101,9 +100,9 @@ class Member:
     """Clock of the last transition."""
     reason: str
     boot_id: str | None = None
-    """Of the process that last answered a probe; None if this kind of engine does not tell."""
+    """Of the process that last answered a probe; None if this kind of engine does not report it."""
     version: WeightVersion | None = None
-    """Of the last full sync that it completed; None: its weights are unknown to us, whatever it says."""
+    """Of the last full sync that it completed; None: its weights are unknown to us, whatever it reports."""
     probe_failures: int = 0
     incidents: int = 0
     """Failed requests in a row, those that broke together counted once."""
@@ -121,7 +120,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Transition:
-    """One line for the log, and the owner's cue to tell the router.
+    """One line for the log, and the owner's cue to update the router.
     `before` is None for a new engine, `after` for a removed one."""
 
     at: float

@@ -11,15 +11,15 @@ from rltool.processes.spawn import ProcessSpec
 
 def engine_spec(launch: EngineLaunch) -> ProcessSpec:
     """Argv and environment by the engine's dialect; the address of the part that serves alone."""
-    speaks = launches(launch.engine)
+    engine_dialect = launches(launch.engine)
     return ProcessSpec(
         role=process_role(launch),
-        argv=tuple(speaks.argv(launch)),
-        environment=speaks.environment(launch),
+        argv=tuple(engine_dialect.argv(launch)),
+        environment=engine_dialect.environment(launch),
         url=url_of(launch) if launch.node_rank == 0 else None,
         gpus=launch.gpus,
         # Not the user's directory: a folder called "vllm" or "tokenizers" there would be imported instead of the
         # package.
         cwd=launch.work_dir,
-        temporary_in=speaks.temporary_in,
+        temporary_in=engine_dialect.temporary_in,
     )

@@ -6,6 +6,7 @@ run directory as `serve-engines` would, so that `rltool status`, `logs` and `sto
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +16,7 @@ from rltool.config.serve import EngineLaunch
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.liveness import Liveness, LivenessFromStart
 from rltool.engines.launch.engine_process import engine_spec
-from rltool.engines.launch.plan import PortNeeds, Ports
+from rltool.engines.launch.plan import PortNeeds, Ports, start_order
 from rltool.engines.launch.ready import process_role, wait_for_all
 from rltool.engines.launch.start import Release, check_processes, held_ports, start_here
 from rltool.engines.launch.startup import Phase
@@ -45,6 +46,8 @@ class HostEngines:
         self._ports = ExitStack()
         self._release: Release = lambda _: None
         self._starting: Mapping[str, Phase] = {}
+        self._later: list[list[EngineLaunch]] = []
+        self._waited: list[RunningProcess] = []
 
     def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
         """Free ports for the engines that `start` will be given, held until then. UsageError for one that is taken."""
@@ -52,21 +55,32 @@ class HostEngines:
         return {(node, address): _drawn(ports, node, address, count) for (node, address), count in needs.free.items()}
 
     def start(self, launches: Sequence[EngineLaunch]) -> None:
-        """Start them all; `ready` waits. Raises UsageError for a model or an interpreter that is not as it must be on
-        this host."""
+        """Start them; `ready` waits, and starts those that must load after others (plan.start_order). Raises UsageError
+        for a model or an interpreter that is not as it must be on this host."""
         check_processes(launches)
+        first, *self._later = start_order(launches) or [[]]
+        self._begin(first)
+
+    def _begin(self, launches: Sequence[EngineLaunch]) -> None:
         with self._turn:
             self._refuse_closed()
             processes = start_here(launches, self._group, release=self._release)
-            self._running = {x.index: _running(x, process) for x, process in zip(launches, processes, strict=True)}
+            self._running |= {x.index: _running(x, process) for x, process in zip(launches, processes, strict=True)}
 
     async def ready(self, report: Callable[[str], None] = print) -> list[EngineEndpoint]:
         """The endpoints of those that serve from this host, once all do. ProcessFailed for one that died or is late."""
-        mine = [running for running in self._running.values() if running.launch.node_rank == 0]
-        endpoints = await wait_for_all(
-            [x.launch for x in mine], [x.process for x in mine], report, self._see
-        )
+        found = await self._serving(report)
+        while self._later:
+            await asyncio.to_thread(self._begin, self._later.pop(0))
+            found += await self._serving(report)
         self._starting = {}
+        return found
+
+    async def _serving(self, report: Callable[[str], None]) -> list[EngineEndpoint]:
+        """Of those that have been begun and are not waited for yet."""
+        mine = [x for x in self._running.values() if x.launch.node_rank == 0 and x.process not in self._waited]
+        self._waited += [running.process for running in mine]
+        endpoints = await wait_for_all([x.launch for x in mine], [x.process for x in mine], report, self._see)
         for running, endpoint in zip(mine, endpoints, strict=True):
             running.check = Liveness(running.process.state.pid, endpoint.url)
         return endpoints

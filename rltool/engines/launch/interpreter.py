@@ -29,7 +29,7 @@ def default_engine_python() -> Path:
 
 
 def check_engine_python(python: Path, engine: str) -> None:
-    """Raises UsageError, with the pip command that mends it, unless `python` has the engine and, where that loads
+    """Raises UsageError, with the pip command that fixes it, unless `python` has the engine and, where that loads
     rltool's plugin and middleware, this very rltool: their wire format is this version's.
     """
     needed = launches(engine).installation

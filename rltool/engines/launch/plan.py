@@ -57,7 +57,7 @@ class Seat:
 
 @dataclass(frozen=True)
 class Model:
-    """What engines of a model serve. return_routed_experts: all of them, whatever their groups say."""
+    """What engines of a model serve. return_routed_experts: all of them, whatever their groups set."""
 
     path: Path
     update_weights: bool = True
@@ -92,7 +92,8 @@ class EnginePlan:
 @dataclass(frozen=True)
 class Settings:
     """What holds for all groups. device: of groups that name none; first: number of the first engine; spread: the hosts
-    are several, so engines listen on their host's address unless their group says otherwise."""
+    are several, so engines listen on their host's address unless their group sets it; in_turns: they use their GPUs in
+    turns with the trainer."""
 
     models: Mapping[str, Model]
     key_file: Path
@@ -100,6 +101,7 @@ class Settings:
     device: Device = "cuda"
     first: int = 0
     spread: bool = False
+    in_turns: bool = False
     boot_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
 
 
@@ -160,7 +162,7 @@ def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat,
     on_cpu: Counter[str] = Counter()
     seats = []
     for slot in slots:
-        if _shares_seat(slot):
+        if shares_seat(slot):
             seats.append(seats[-1])
             continue
         taken: list[Seat] = []
@@ -184,7 +186,7 @@ def seat_slots(slots: Sequence[Slot], hosts: Sequence[Host]) -> list[tuple[Seat,
     return seats
 
 
-def _shares_seat(slot: Slot) -> bool:
+def shares_seat(slot: Slot) -> bool:
     """Whether it is on the GPUs of the engine before it."""
     return slot.number % slot.group.engines_per_gpu > 0
 
@@ -200,7 +202,7 @@ def _named(slots: Sequence[Slot]) -> dict[str, list[int]]:
             "set --engines-per-gpu"
         )
     for name, group in groups.items():
-        needed = sum(sum(slot.shares) for slot in slots if slot.group.name == name and not _shares_seat(slot))
+        needed = sum(sum(slot.shares) for slot in slots if slot.group.name == name and not shares_seat(slot))
         if len(group.gpus) != needed:
             raise UsageError(
                 f"group {name!r}: {_times(group)} takes {needed} GPUs, --gpus names "
@@ -252,8 +254,9 @@ def plan_engines(
 def _processes(
     index: int, slot: Slot, seats: Sequence[Seat], settings: Settings, ports: Ports
 ) -> Iterator[EngineLaunch]:
-    group = shares_memory(slot.group, slot.number)
-    device = device_of(group, settings.device)
+    device = device_of(slot.group, settings.device)
+    in_turns = settings.in_turns and device != "cpu"
+    group = shares_memory(slot.group, slot.number, in_turns=in_turns)
     listens = [group.host or (seat.address if settings.spread else LOOPBACK) for seat in seats]
     port = group.port + slot.number if group.port else ports(seats[0].node, listens[0])
     meets = group.role == "prefill" or (group.role == "decode" and dialect(group.engine).pairing == "in_turn")
@@ -350,7 +353,7 @@ def _check_pairs(groups: Sequence[EngineGroup]) -> None:
 
 @dataclass(frozen=True)
 class PortNeeds:
-    """What has to be free before the plan can be made: so many of any, by host and address, and certain ones."""
+    """Ports that must be free before the plan can be made: how many of any, by host and address, and specific ones."""
 
     free: Mapping[tuple[str, str], int]
     fixed: tuple[tuple[str, str, int], ...]
@@ -402,7 +405,7 @@ def describe_plan(plan: EnginePlan, *, name_hosts: bool = False) -> list[str]:
         where = f", host {kept.seat.node}" if name_hosts else ""
         lines.append(f"placeholder: group {kept.group}{where}, GPUs {','.join(map(str, kept.seat.gpus))}")
     for router in plan.routers:
-        how = "prefill and decode" if router.disaggregated else "all engines alike"
+        how = "prefill and decode" if router.disaggregated else "all engines in one pool"
         lines.append(f"{router_role(router.model)}: model {router.model}, {how}, a free port")
     return lines
 

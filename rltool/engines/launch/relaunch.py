@@ -26,7 +26,7 @@ class EngineRelaunch(Relaunch[EngineLaunch]):
         self.end(process)
         launch = self._launches[process.role].model_copy(update={"boot_id": uuid.uuid4().hex})
         url = url_of(launch)
-        # First, for what may fail is not to leave a process behind that nobody watches.
+        # First, for what may fail must not leave an unwatched process behind.
         edit_endpoints(self._group.run.endpoints_file, lambda file: _rebooted(file, url, launch.boot_id))
         started = self._group.start(engine_spec(launch), log=process.log)
         self._group.checks[process.role] = LivenessFromStart(

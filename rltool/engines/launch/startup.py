@@ -44,11 +44,11 @@ percent of it are done."""
 _PATTERNS = tuple((what, re.compile(pattern)) for what, pattern in _PHASES)
 STARTING = Phase("starting")
 _ORDER = {what: place for place, what in enumerate([STARTING.what, *(what for what, _ in _PHASES)])}
-_LONGEST = 500  # a line of all arguments is much longer, and tells nothing
+_LONGEST = 500  # a line of all arguments is much longer, and holds no progress
 
 
 def phase_of(line: str) -> Phase | None:
-    """The phase that a line of an engine's log belongs to; None: it tells nothing. Pure."""
+    """The phase that a line of an engine's log belongs to; None: no phase. Pure."""
     for what, pattern in reversed(_PATTERNS):
         found = pattern.search(line, 0, _LONGEST)
         if found is not None:
@@ -94,7 +94,7 @@ def describe(phases: Mapping[str, Phase]) -> str:
     return "; ".join(f"{', '.join(roles)}: {phase}" for phase, roles in together.items())
 
 
-def in_lines(say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Show:
+def in_lines(log: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> Show:
     """A line for each new phase, of all engines that have come to it together."""
     shown: dict[str, str] = {}
     began: dict[str, float] = {}
@@ -107,6 +107,6 @@ def in_lines(say: Callable[[str], None], clock: Callable[[], float] = time.monot
                 new[role] = Phase(phase.what)
                 shown[role] = phase.what
         if new:
-            say(f"{describe(new)} ({clock() - min(began[role] for role in new):.0f} s)")
+            log(f"{describe(new)} ({clock() - min(began[role] for role in new):.0f} s)")
 
     return show

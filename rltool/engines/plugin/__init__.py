@@ -2,7 +2,7 @@
 
 vLLM loads `register` in every process of every server on this environment, so it must be cheap, may run several times,
 and must change nothing unless the backend "rltool" or the middleware is asked for on the command line, or the
-environment says so.
+environment sets it.
 """
 
 from rltool.engines.plugin.idle import limit_busy_loop

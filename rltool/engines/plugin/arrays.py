@@ -28,7 +28,7 @@ _wanted: ContextVar[bool] = ContextVar("rltool_arrays", default=False)
 
 
 class ArrayReply(GenerateResponseBase):
-    """What vLLM's route answers with: it takes whatever model_dump returns."""
+    """What vLLM's route answers with: it encodes what model_dump returns."""
 
     content: dict[str, Any] = {}
 

@@ -15,7 +15,7 @@ from rltool.engines.types import Bucket, TensorMeta
 
 
 class ChannelError(RuntimeError):
-    """The bytes of a bucket did not come; the text goes to the trainer. `broken`: nor will any others."""
+    """The bytes of a bucket did not arrive; the message goes to the trainer. `broken`: no others will."""
 
     def __init__(self, message: str, *, broken: bool = True) -> None:
         super().__init__(message)
@@ -88,7 +88,7 @@ class NcclChannel:
                 yield self._end(*begun)
         except nccl.NcclError as error:
             raise ChannelError(f"receiving weights over NCCL: {error}") from error
-        except GeneratorExit:  # a bucket could not be loaded, the next one is on its way, and nobody takes it
+        except GeneratorExit:  # a bucket could not be loaded, the next one is on its way and is not received
             self.close()
             raise
 
@@ -132,7 +132,7 @@ class IpcChannel:
 
 
 def receive_bytes(channel: FlatChannel, size: int) -> torch.Tensor:
-    """One broadcast of so many bytes, [size] uint8 on the CPU. Raises ChannelError."""
+    """One broadcast: [size] uint8 on the CPU. Raises ChannelError."""
     ((_, flat),) = channel.receive([(TensorMeta("message", "uint8", (size,)),)])
     return flat.cpu()
 
@@ -143,7 +143,7 @@ def read_bucket_file(bucket: Bucket, path: str) -> list[tuple[str, torch.Tensor]
 
     try:
         tensors = load_file(path)
-    except Exception as error:  # the library raises its own type, OSError or whatever the header provokes
+    except Exception as error:  # the library raises its own type, OSError or what the header provokes
         raise ChannelError(
             f"cannot read {path}: {error} (the engine must see the trainer's file system)", broken=False
         ) from error

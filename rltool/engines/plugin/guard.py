@@ -39,7 +39,7 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/rltool/finish_weight_update"),
     }
 )
-"""What changes the engine for everybody: while a run holds the lease (lease.py), these are its alone."""
+"""Routes that change the engine for all clients: while a run holds the lease (lease.py), for that run alone."""
 
 ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
     {
@@ -71,7 +71,7 @@ ALLOWED_ROUTES = OPEN_ROUTES | CONTROL_ROUTES | frozenset(
 
 class Decision(StrEnum):
     ALLOW = "allow"
-    UNAUTHORIZED = "unauthorized"  # without the key nobody learns which routes exist
+    UNAUTHORIZED = "unauthorized"  # without the key, existing routes look like missing ones
     NOT_FOUND = "not_found"
 
 

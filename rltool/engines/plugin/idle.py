@@ -16,7 +16,7 @@ NAP_SECONDS = 5e-4
 
 
 def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
-    """Let a reader take naps once it has asked for as long as the environment says; without the variable nothing
+    """Let a reader sleep between polls after the time that the environment sets; without the variable nothing
     changes. Idempotent.
 
     Lowering busy_loop_s would not do: it sends the reader to a socket, and vLLM looks again only after five seconds,

@@ -7,8 +7,8 @@ from typing import Any
 import rltool
 
 PLUGIN_PROTOCOL = 2
-"""Of the requests that trainer and plugin exchange, counted up by whoever changes what one of them has to know of the
-other. 1, which tells no number: /rltool/finish_weight_update leaves the engine paused."""
+"""Of the requests that trainer and plugin exchange, counted up with each change of what one of them has to know of the
+other. 1, which reports no number: /rltool/finish_weight_update leaves the engine paused."""
 
 
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:

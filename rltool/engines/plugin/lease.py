@@ -1,8 +1,8 @@
 """Which run may control this engine: one at a time, for as long as it renews its lease. No I/O, no vllm.
 
-Generation is everybody's: an evaluation may sample from an engine in training. Routes that change the engine for
-everybody (pause, resume, weights, prefix cache) are the holder's alone while there is one. Ending requests by their ids
-is not among them: the ids are random, so whoever knows one has sent it.
+Generation is open to all clients: an evaluation may sample from an engine in training. Routes that change the engine
+for all (pause, resume, weights, prefix cache) are the holder's alone while there is one. Ending requests by their ids
+is not among them: the ids are random, so who knows one has sent it.
 
 A lease expires by itself, because a run that is killed gives nothing back. A run that lost it to another remembers
 nothing of that by itself, so the table does: its renewals and control calls are refused, also after the other has
@@ -26,7 +26,7 @@ Action = Literal["acquire", "steal", "renew", "release"]
 
 LONGEST_SECONDS = 86400.0
 REMEMBERED = 64
-"""Runs that lost the lease, of which the last so many are remembered."""
+"""Runs that lost the lease, of which the last ones are remembered."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class LeaseTable:
         return Answer(True, self.lease())
 
     def refusal(self, run: str | None) -> str | None:
-        """Why a control call of `run` (None: it does not say) is refused, or None."""
+        """Why a control call of `run` (None: not named) is refused, or None."""
         lease = self.lease()
         thief = self._lost.get(run or "")
         if thief is not None:

@@ -82,7 +82,7 @@ class Loader:
         self._compare_complete(model)
 
     def load_named(self, model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
-        """One tensor at a time, so that an error and a tensor that nobody takes have a name."""
+        """One tensor at a time, so that an error and an unused tensor have a name."""
         if not self._reloading:
             self._begin_reload(model)
         for name, tensor in named:

@@ -1,4 +1,4 @@
-"""Lets vLLM's engine core hand over tokens in larger pieces.
+"""Lets vLLM's engine core deliver tokens in larger pieces.
 
 After every step the core sends each running request's one token to the front end, with three small arrays for its
 log-probability: packed, unpacked and looked at in Python, in two processes that both wait for the interpreter. A
@@ -123,7 +123,7 @@ def _joined(parts: list[Any]) -> Any:
 
 
 def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
-    """Let the engine core of this process hold tokens, where the environment says how many. Idempotent."""
+    """Let the engine core of this process hold as many tokens as the environment sets. Idempotent."""
     if LIMIT_VARIABLE not in environment:
         return
     try:

@@ -1,7 +1,7 @@
 """A pause that keeps its requests, without the 0.02 s that vLLM's route sleeps at its end.
 
 AsyncLLM.pause_generation (v1/engine/async_llm.py of 0.32) sleeps so that the last outputs of requests that it has ended
-are on their way before it returns; it says itself that nothing depends on that, and a pause with mode=keep ends none.
+are on their way before it returns; nothing depends on that, and a pause with mode=keep ends none.
 Of a weight sync from GPU to GPU it would be half.
 """
 

@@ -53,7 +53,7 @@ class Prefetcher:
         self._fetch: _Fetch | None = None
 
     def fetch(self, store: str, version: str, seconds: float) -> None:
-        """From a store, for so many seconds at most. Raises NotFetched while another version comes."""
+        """From a store, within this many seconds. Raises NotFetched while another version comes."""
         self._rebuild(lambda copy: bring(copy, open_store(store), version, seconds=seconds), version, seconds)
 
     def take(self, source: Receive, buckets: Sequence[Bucket], version: str, seconds: float) -> None:
@@ -103,7 +103,7 @@ class Prefetcher:
         return fetch.buckets
 
     def forget(self) -> None:
-        """What was received is freed, what is on its way is nobody's; the copy stays, if nothing is on its way into
+        """What was received is freed, what is on its way is dropped; the copy stays, if nothing is on its way into
         it."""
         if self._fetch is not None and not self._fetch.done.is_set():
             self._copy = self._copy.fresh()
@@ -113,7 +113,7 @@ class Prefetcher:
 def _run(fetch: _Fetch, source: Callable[[], Buckets]) -> None:
     try:
         fetch.buckets = list(source())
-    except Exception as error:  # whatever it is, whoever waits must hear of it
+    except Exception as error:  # every waiter gets it
         fetch.error = f"{type(error).__name__}: {error}"
         logger.warning("weights %s did not come: %s", fetch.version, fetch.error)
     finally:

@@ -35,7 +35,7 @@ COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
 
 def begin_reload(model: torch.nn.Module) -> None:
-    """Start afresh, whatever an earlier update left behind."""
+    """Start anew, whatever an earlier update left behind."""
     abandon_reload(model)
     initialize_layerwise_reload(model)
     _set_expert_kernels_aside(model)
@@ -140,7 +140,7 @@ def _set_expert_kernels_aside(model: torch.nn.Module) -> None:
 
 def _tied_head(model: torch.nn.Module) -> ParallelLMHead | None:
     """The head that multiplies with the embedding's own matrix. By identity: of a checkpoint that holds an equal
-    lm_head.weight as well, vLLM's configuration says that it is not tied; vLLM ties what it has loaded."""
+    lm_head.weight as well, vLLM's configuration has it untied; vLLM ties what it has loaded."""
     layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embedded = {id(_matrix(layer)) for layer in layers if not isinstance(layer, ParallelLMHead)}
     heads = (layer for layer in layers if isinstance(layer, ParallelLMHead) and _matrix(layer) is not None)

@@ -10,7 +10,7 @@ The slow way stays where loading does more than copy:
 - a quantised layer, or any other whose values are processed after loading (mixtures of experts among them);
 - a loader that computes what it stores, or looks at the values;
 - the CPU, where linear layers are prepacked.
-The log says which. Attention layers are processed anew after each replayed update, as vLLM does after a reload.
+The log has which. Attention layers are processed anew after each replayed update, as vLLM does after a reload.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Load = Callable[[str, torch.Tensor], None]
 
 
 class NotACopy(Exception):
-    """Loading does more than copy; the text says what and where."""
+    """Loading does more than copy; the message has what and where."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):
     """Writes copies out of `flat` down, and refuses every other change of a tensor that was there before."""
 
     CONSTANTS = frozenset({torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default})
-    """Padding: written by the first update, and by nobody else."""
+    """Padding: written by the first update alone."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 weight updates.
 
 It is the outermost layer of the app. /server_info is SGLang's here, for sglang-router asks for it without saying what
-it wants; vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info tells what rltool
+it wants; vLLM's own (configuration and environment of the host) is not reachable, and /rltool/info has what rltool
 needs of it.
 """
 
@@ -60,8 +60,8 @@ class Reply(JSONResponse):
 
 
 class ServerMiddleware:
-    """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to whoever started the
-    server."""
+    """Wraps vLLM's FastAPI app. `key` is demanded of every client; `boot_id` is reported back to the server's
+    launcher."""
 
     def __init__(
         self, app: ASGIApp, *, key: str, boot_id: str | None = None, clock: Callable[[], float] = time.monotonic

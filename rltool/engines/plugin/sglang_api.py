@@ -49,7 +49,7 @@ HARMLESS = {"logprob_start_len": (-1,), "top_logprobs_num": (0,), "log_metrics":
 
 
 class BadRequest(ValueError):
-    """The request cannot be honoured; the text says which field."""
+    """The request cannot be honoured; the message names the field."""
 
 
 def to_vllm(body: Any) -> dict[str, Any]:

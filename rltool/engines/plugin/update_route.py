@@ -2,7 +2,7 @@
 weights, with the end of the pause; as one request each.
 
 Asked one by one these are six requests and nine calls of the engine core, 17 ms of a weight sync whose bytes take
-42 ms (two H200, a model of 7B). They are two because the trainer has the last word: what it had to give up half-way it
+42 ms (two H200, a model of 7B). They are two because the trainer decides: what it aborted half-way it
 completes with other bytes (rltool.weights.transports.nccl_sender), and then does not let the engine finish.
 """
 
@@ -32,7 +32,7 @@ async def update_weights(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
         if not await pause(engine):
             await engine.pause_generation(mode="keep")
         failure = failure_in(await ask_workers(engine, "rltool_update_weights", info))
-    except Exception as error:  # whatever it is, its text is for the trainer
+    except Exception as error:  # its text is for the trainer
         failure = f"{type(error).__name__}: {error}"
     return (500, {"error": failure}) if failure else (200, {"status": "updated"})
 

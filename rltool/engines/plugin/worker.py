@@ -1,4 +1,4 @@
-"""Methods that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that nobody will
+"""Methods that rltool adds to vLLM's workers (`--worker-extension-cls`): the way out of an update that no one will
 finish, and weights that are fetched beside generation.
 
 vLLM's worker refuses to start or to shut down while an update is active, and a failed finish leaves it active for ever;

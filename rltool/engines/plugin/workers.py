@@ -38,7 +38,7 @@ def failure_in(answers: list[str]) -> str:
 
 
 def hear_all_workers(engine_client: Any) -> None:
-    """From now on WEIGHT_METHODS that a worker refuses raise RuntimeError with what all of them said, when all have
+    """From now on WEIGHT_METHODS that a worker refuses raise RuntimeError with all of their errors, when all have
     answered. Idempotent. engine_client: vLLM's AsyncLLM, whose weight methods go through its collective_rpc."""
     if "collective_rpc" in vars(engine_client):
         return

@@ -1,7 +1,7 @@
 """CUDA IPC through ctypes: memory of one process that others on the same GPU open by a handle of 64 bytes.
 
 The memory is plain cudaMalloc's: torch's allocator cannot export its own with expandable segments, which the trainer
-uses. Handles travel as base64, so nobody unpickles anything. A process opens a handle once at a time, and never its
+uses. Handles travel as base64, so nothing is unpickled. A process opens a handle once at a time, and never its
 own.
 
 Source: cudaIpcGetMemHandle, cudaIpcOpenMemHandle and cudaIpcCloseMemHandle in the CUDA runtime's documentation.
@@ -25,7 +25,7 @@ LAZY_PEER_ACCESS = 1
 
 
 class IpcError(EngineError):
-    """The CUDA runtime refused; the text says what and why."""
+    """The CUDA runtime refused; the message has what and why."""
 
 
 class _Handle(ctypes.Structure):
@@ -68,7 +68,7 @@ class OpenedBuffer:
             _call("cudaIpcOpenMemHandle", ctypes.byref(self._address), raw, ctypes.c_uint(LAZY_PEER_ACCESS))
 
     def flat(self, size: int) -> Tensor:
-        """Its first bytes: [size] uint8, which nobody may use after `close`."""
+        """Its first bytes: [size] uint8, not to be used after `close`."""
         return _as_tensor(self._address, size, self._device)
 
     def close(self) -> None:
@@ -81,12 +81,12 @@ class OpenedBuffer:
 
 
 def gpu_uuid(device: torch.device) -> str:
-    """The same in all processes, whatever index each has for it."""
+    """The same in all processes, whatever its index there."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class _Memory:
-    """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, of memory that is somebody else's."""
+    """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, of memory that another object owns."""
 
     def __init__(self, address: ctypes.c_void_p, size: int) -> None:
         self.__cuda_array_interface__ = {

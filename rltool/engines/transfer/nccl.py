@@ -1,4 +1,4 @@
-"""NCCL through ctypes: a communicator of the trainer with the workers of one engine, which can be given up at any time.
+"""NCCL through ctypes: a communicator of the trainer with the workers of one engine, which can be aborted at any time.
 
 Not torch's ProcessGroupNCCL: an engine brings an NCCL of its own, every rank must run exactly the same version, and the
 trainer has several engines; and a call of ProcessGroupNCCL that waits for a peer that has gone cannot be ended.
@@ -43,7 +43,7 @@ LOCK_SECONDS = 1.0
 
 
 class NcclError(EngineError):
-    """This channel to an engine is of no use any more; the text says why."""
+    """This channel to an engine is unusable; the message has why."""
 
 
 class UniqueId(ctypes.Structure):
@@ -128,7 +128,7 @@ class NcclLibrary:
         return ctypes.string_at(ctypes.byref(value), UNIQUE_ID_BYTES)
 
     def init_rank(self, unique_id: bytes, world_size: int, rank: int) -> int:
-        """Begin to join; the handle. It is complete when `state` says success."""
+        """Begin to join; the handle. It is complete when `state` is success."""
         config = CommConfig(ctypes.sizeof(CommConfig), CONFIG_MAGIC, CONFIG_VERSION, 0)
         comm = ctypes.c_void_p()
         result = self._lib.ncclCommInitRankConfig(
@@ -162,7 +162,7 @@ def version_text(version: int) -> str:
 
 
 def check_version(version: int, *, least: int = VLLM_NEEDS, engine: int | None = None) -> None:
-    """NcclError where this side's NCCL is older than `least`, or is not the engine's (None: it does not tell)."""
+    """NcclError where this side's NCCL is older than `least`, or is not the engine's (None: not reported)."""
     if engine is not None and engine != version:
         raise NcclError(
             f"the trainer has {version_text(version)}, the engine {version_text(engine)}, and both must have exactly "
@@ -202,9 +202,9 @@ class Work:
 
     def __init__(self, communicator: Communicator, done: Callable[[], bool], flat: torch.Tensor, what: str) -> None:
         self._communicator, self._done, self._flat, self._what = communicator, done, flat, what
-        self._is_under_way = True
-        communicator.under_way += 1
-        self._watchdog = communicator.watch(what, communicator.under_way, done)
+        self._is_in_flight = True
+        communicator.in_flight += 1
+        self._watchdog = communicator.watch(what, communicator.in_flight, done)
 
     def wait(self, seconds: float, *, check: Callable[[], None] | None = None) -> None:
         """Until the bytes have left (rank 0) or arrived; NcclError when the communicator fails or is late. A late one
@@ -218,8 +218,8 @@ class Work:
         try:
             self._communicator.wait(done, seconds, self._what)
         finally:
-            self._communicator.under_way -= self._is_under_way
-            self._is_under_way = False
+            self._communicator.in_flight -= self._is_in_flight
+            self._is_in_flight = False
             self._watchdog.cancel()
 
 
@@ -241,7 +241,7 @@ class Communicator:
         """Begins to join; `join` completes it. seconds: the watchdog's, for the join and then for each broadcast."""
         self.device, self.world_size, self.rank, self.seconds = device, world_size, rank, seconds
         self.reason = ""
-        self.under_way = 0  # broadcasts that nobody has waited for yet
+        self.in_flight = 0  # broadcasts not waited for yet
         self._library, self._lock = library, threading.Lock()
         self._queue = queue or DeviceQueue(device)
         with self._on_device():
@@ -312,7 +312,7 @@ class Communicator:
         return timer
 
     def abort(self, reason: str) -> None:
-        """End every kernel of this communicator on this GPU, and free it. Idempotent; the peers are not told."""
+        """End every kernel of this communicator on this GPU, and free it. Idempotent; peers are not notified."""
         # The holder of the lock returns at once, unless CUDA itself hangs: then the abort is what frees it.
         locked = self._lock.acquire(timeout=LOCK_SECONDS)
         try:
@@ -339,7 +339,7 @@ class Communicator:
 
     def _live(self) -> int:
         if self._comm is None:
-            raise NcclError(f"the communicator was given up: {self.reason}")
+            raise NcclError(f"the communicator was aborted: {self.reason}")
         return self._comm
 
     def _on_device(self) -> AbstractContextManager[Any]:

@@ -10,10 +10,10 @@ nccl
     Init info {transport: "nccl", unique_id, nccl_version, rank_offset, world_size, timeout_seconds}: the unique id that
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
     `rltool.engines.transfer.nccl.Communicator`. The buckets travel as with gloo, but from GPU to GPU, and one update
-    info announces several: `bucket_sizes` says how many of the names belong to each.
+    info announces several: `bucket_sizes` has the number of names in each.
 ipc
     Init info {transport: "ipc", handles}: UUID of a GPU -> base64 of the CUDA IPC handle of memory there, which the
-    trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} says that
+    trainer's rank on that GPU shares; a worker opens that of its own. An update info {names, dtypes, shapes} means that
     its bucket lies at the beginning of that memory, where it stays until the request is answered.
 delta
     Init info {transport: "delta"}. POST /rltool/prefetch {version, seconds, store} has every worker fetch the version
@@ -32,7 +32,7 @@ disk
 Either way the update is bracketed by start and finish; the version travels with finish and is set only when that
 succeeds. Where one update info stands for all buckets, POST /rltool/update_weights {update_info} is the pause, the
 start and the update, and POST /rltool/finish_weight_update {weight_version, resume} the finish, the end of the prefix
-cache and, where told so, of the pause. What is changed here is counted in rltool.engines.plugin.info.PLUGIN_PROTOCOL.
+cache and, where asked for, of the pause. What is changed here is counted in rltool.engines.plugin.info.PLUGIN_PROTOCOL.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def split_flat(flat: torch.Tensor, bucket: Bucket) -> list[tuple[str, torch.Tens
 
 
 def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
-    """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (`.port` tells which).
+    """The trainer's rendezvous, listening on `host` alone; port 0 picks a free one (see `.port`).
 
     TCPStore by itself listens on every interface, whatever host it is given: it is handed a listening socket instead.
     Only where `host` is not an address of this machine (an advertised one, behind a translation) does it listen on all

@@ -1,1 +1,1 @@
-"""One file per API: what a request asks; a reply as the API says it, whole or streamed; its errors. Pure."""
+"""One file per API: what a request asks; a reply in the API's format, whole or streamed; its errors. Pure."""

@@ -95,12 +95,12 @@ class AnthropicApi:
 
 
 def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
-    said = answer.reply.message
-    if said.reasoning and answer.asked.reasoning:
-        yield {"type": "thinking", "thinking": said.reasoning, "signature": ""}
-    if said.text or not said.tool_calls:
-        yield {"type": "text", "text": said.text}
-    for call in said.tool_calls:
+    message = answer.reply.message
+    if message.reasoning and answer.asked.reasoning:
+        yield {"type": "thinking", "thinking": message.reasoning, "signature": ""}
+    if message.text or not message.tool_calls:
+        yield {"type": "text", "text": message.text}
+    for call in message.tool_calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
 
 

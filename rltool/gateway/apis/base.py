@@ -40,7 +40,7 @@ Event = tuple[str | None, Mapping[str, Any] | str]
 
 
 class Api(Protocol):
-    """followed: fields of the body that are read here, or that have no influence on what the model says."""
+    """followed: fields of the body that are read here, or that do not change what the model generates."""
 
     name: str
     followed: frozenset[str]

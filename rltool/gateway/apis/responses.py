@@ -122,7 +122,7 @@ def _input(sent: Any) -> list[Message]:
     messages: list[Message] = []
     for i, entry in enumerate(entries):
         message = _item(base.record(entry, f"input[{i}]"), f"input[{i}]")
-        # What the model said at once, one message to the chat template, comes back as several items.
+        # One reply of the model, one message to the chat template, comes back as several items.
         if message.role == "assistant" and messages and messages[-1].role == "assistant":
             messages[-1] = _joined(messages[-1], message)
         else:

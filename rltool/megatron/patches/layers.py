@@ -116,7 +116,7 @@ def fuse_weight_gradients(device: torch.device) -> bool:
 def rotate_in_one_kernel() -> None:
     """Makes Megatron's attention rotate queries and keys by `kernels.rotate`.
 
-    Its own takes seven kernels and rounds in between. What it hands over as angles is what `RotaryPositions` made.
+    Its own takes seven kernels and rounds in between. Its angles are what `RotaryPositions` made.
     """
     from megatron.core.transformer import attention
 

@@ -48,7 +48,7 @@ class Target:
                 return f"{self.path} does not exist: {error}"
             found = None
         if self.used is not None and self.used not in inspect.getsource(module):
-            return f"{module_name} does not say {self.used!r} any more: is {attribute} still used as it was?"
+            return f"{module_name} does not use {self.used!r} any more: is {attribute} still used as it was?"
         if self.parameters is not None and found is not None:
             names = tuple(inspect.signature(found).parameters)
             if names[: len(self.parameters)] != self.parameters:

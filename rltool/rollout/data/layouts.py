@@ -53,7 +53,7 @@ LAYOUTS: dict[str, PublishedLayout] = {
 
 
 def recognise(row: Any, config: DataConfig) -> str | None:
-    """Name of the layout that the rows of a set have, told from one of them; None: the columns that are configured.
+    """Name of the layout that the rows of a set have, detected from one of them; None: the columns that are configured.
 
     A column that the configuration names, or `messages`, goes before every layout but verl, whose prompts are in
     `prompt` too: that one is known by the lack of a label.

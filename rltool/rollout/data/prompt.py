@@ -41,7 +41,7 @@ class Prompt:
 
 class PromptStore(Sequence[Prompt]):
     """Prompts in a temporary file without a name, so that a data set may be larger than memory: eight bytes of each are
-    held, and one costs a read of the page cache. The file lies where TMPDIR says and ends with the process.
+    held, and one costs a read of the page cache. The file lies in TMPDIR and ends with the process.
 
     `append` first, read later; reading is safe from several threads.
     """

@@ -20,7 +20,7 @@ Refusal = Callable[[Collection[str]], str | None]
 
 
 def takes_all(kinds: Collection[str]) -> None:
-    """The Refusal of whoever only keeps the rows."""
+    """The Refusal where the rows are only kept."""
 
 
 class RowParser:
@@ -103,7 +103,7 @@ class RowParser:
                 source = config.prompt_template.replace("{prompt}", source)
             if not config.apply_chat_template:
                 if tools:
-                    raise UsageError(f"{place}: has tools, which only a chat template can tell the model of; give "
+                    raise UsageError(f"{place}: has tools, which only a chat template passes to the model; give "
                                      "'messages', or set data.apply_chat_template = true")  # fmt: skip
                 return source, self._tokenizer.encode_prompt(source)
             source = [{"role": "user", "content": source}]

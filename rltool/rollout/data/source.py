@@ -47,7 +47,7 @@ class PromptSupply(Protocol):
 class PromptSource:
     """Endless prompts. Epoch e is shuffled by (seed, e) alone, so (epoch, position) is all that a resume needs.
 
-    parts, weights: the prompts are those of several sets, so many of each, and the drawn ones are mixed by these
+    parts, weights: the prompts are those of several sets, `parts` of each, and the drawn ones are mixed by these
     shares; each set has epochs of its own. The next prompt comes from the set that is furthest behind its share, so
     after n prompts every set is within one of n times its share. Without weights all prompts are one set.
     """

@@ -49,7 +49,7 @@ class DumpError(RltoolError):
 
 @dataclass(frozen=True)
 class Dump:
-    """One step's samples. weight_versions: all that occur, sorted; seed: the run's; info: whatever the writer added."""
+    """One step's samples. weight_versions: all that occur, sorted; seed: the run's; info: what the writer added."""
 
     step: int
     seed: int
@@ -129,7 +129,7 @@ def read_dump(directory: Path, step: int) -> Dump:
         raise DumpError(f"no rollout of step {step} in {directory}: {have}")
     dump = read_files(tensor_path, json_path)
     if dump.step != step:
-        raise DumpError(f"{json_path} says that it is step {dump.step}: was the file renamed?")
+        raise DumpError(f"{json_path} is of step {dump.step}: was the file renamed?")
     return dump
 
 
@@ -180,7 +180,7 @@ def _read_tensors(path: Path, expected: dict[str, Any], num_samples: int) -> dic
     except OSError as error:
         raise DumpError(f"cannot read {path}: {error.strerror}") from error
     if len(data) != expected["bytes"]:
-        raise DumpError(f"{path} has {len(data)} bytes, its JSON file says {expected['bytes']}: the copy is incomplete")
+        raise DumpError(f"{path} has {len(data)} bytes, its JSON file has {expected['bytes']}: the copy is incomplete")
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise DumpError(
             f"{path} is not the file that its JSON file describes (SHA-256 differs): the two were mixed up or altered"

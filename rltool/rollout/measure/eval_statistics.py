@@ -36,7 +36,7 @@ def estimate(values: Sequence[float]) -> Estimate:
 
     The interval is a bootstrap over prompts (percentiles of RESAMPLES means; Efron 1979), because the samples of one
     prompt are not independent. It always draws the same numbers. Where all values are 0, or all are 1, every resample
-    is the same and says nothing: then it is Wilson's interval (1927) for so many prompts.
+    is the same and useless: then it is Wilson's interval (1927) of the prompts.
     """
     count = len(values)
     if count == 0:

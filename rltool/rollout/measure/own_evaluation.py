@@ -54,7 +54,7 @@ def load_eval_function(config: EvalConfig) -> EvalFunction | None:
 
 
 async def call(function: EvalFunction, eval_set: EvalSet, context: EvalContext) -> dict[str, float]:
-    """What the function found, under its own names. RltoolError for whatever it raises, and for what it may not
+    """What the function found, under its own names. RltoolError for what it raises, and for what it may not
     return."""
     try:
         found = function(eval_set, context)
@@ -63,7 +63,7 @@ async def call(function: EvalFunction, eval_set: EvalSet, context: EvalContext) 
         return _checked(await found, has_samples=bool(context.drawn))
     except RltoolError:
         raise
-    except Exception as error:  # whatever a user's code raises
+    except Exception as error:  # a user's code may raise anything
         raise RltoolError(f"eval.function failed on set {eval_set.name!r}: {describe(error)}") from error
 
 

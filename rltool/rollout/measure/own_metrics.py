@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rltool.config.import_path import load_callable
-from rltool.config.train import MonitorConfig
+from rltool.config.sections import MonitorConfig
 from rltool.rollout.rewards.worker import describe, finite
 from rltool.rollout.sample import Sample
 
@@ -14,18 +14,18 @@ PREFIX = "own/"
 
 
 class OwnMetrics:
-    """One that fails is said once and measures nothing for that batch: no run ends for a chart."""
+    """A failure is logged once and measures nothing for that batch: no run ends for a chart."""
 
-    def __init__(self, config: MonitorConfig, *, say: Callable[[str], None]) -> None:
-        self._function, self._say, self._said = load_metrics(config), say, False
+    def __init__(self, config: MonitorConfig, *, log: Callable[[str], None]) -> None:
+        self._function, self._log, self._said = load_metrics(config), log, False
 
     def of(self, samples: list[Sample]) -> dict[str, float]:
         """own/NAME of one batch; called in a thread."""
         try:
             return checked_metrics(self._function(samples))
-        except Exception as error:  # whatever a user's code raises
+        except Exception as error:  # a user's code may raise anything
             if not self._said:
-                self._say(f"monitor.metrics failed, and its numbers are missing: {describe(error)}")
+                self._log(f"monitor.metrics failed, and its numbers are missing: {describe(error)}")
             self._said = True
             return {}
 

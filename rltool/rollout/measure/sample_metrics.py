@@ -1,4 +1,4 @@
-"""What a batch's samples say beyond their mean reward: which prompts teach, how answers are written, per category.
+"""Metrics of a batch's samples beyond their mean reward: which prompts teach, how answers are written, per category.
 Pure."""
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class GroupReward:
         self._timeout = timeout
 
     async def apply(self, samples: list[Sample], texts: list[str]) -> None:
-        """Replace each sample's reward; the one before is kept in raw_reward. Raises whatever the function raises,
+        """Replace each sample's reward; the one before is kept in raw_reward. Raises what the function raises,
         ValueError for anything but one finite number for each sample, TooSlow."""
         # Its end is not waited for: a function may ignore its cancellation.
         async with beside(self._values(samples, texts), grace=0) as (scoring,):

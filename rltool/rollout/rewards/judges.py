@@ -1,4 +1,4 @@
-"""Rewards that a language model gives: a judge beside the policy, whose weights nobody updates ([models.NAME]).
+"""Rewards that a language model gives: a judge beside the policy, whose weights are never updated ([models.NAME]).
 
 Its prompt is a template with {prompt}, {response} and {label}; the judge's own chat template is applied around it. What
 the judge reads of the prompt is the text that the policy read.
@@ -100,7 +100,7 @@ async def pairwise(
     """For reward.group: the share of its comparisons that each response wins; a tie is half of one.
 
     Each is compared with the next `opponents` of its group, in a ring, so in twice as many comparisons, half of them as
-    answer A and half as B: a judge that prefers the first place favours nobody. A group of one gets 0.5. ValueError,
+    answer A and half as B: a judge's preference for the first place cancels out. A group of one gets 0.5. ValueError,
     which fails the group, for a reply without a verdict.
     """
     size = len(group)

@@ -32,10 +32,10 @@ from rltool.rollout.serving.model_clients import Models, RewardContext, ended_in
 
 RewardFunction = Callable[..., Any]
 CONTEXT = "context"
-"""The argument by which an async function says that it wants a RewardContext."""
+"""The argument by which an async function asks for a RewardContext."""
 
 LOST_GROUPS = 3
-"""How many workers in a row may die before they have taken up a group, which is nobody's sample's fault."""
+"""How many workers in a row may die before they have begun a group, which is no sample's fault."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class RewardPool:
 
     function_path: a name of config.reward.SHIPPED or `package.module:function`; UsageError if it cannot be imported.
     options: keyword arguments of every call. workers: processes for a plain
-    function, so many groups are scored at once; an async function needs none, and its samples run all side by side.
+    function, this many groups are scored at once; an async function needs none, and its samples run all side by side.
     timeout: seconds for each sample. refuse_changes: a function that changes its sample fails it (a worker's changes
     are lost, an async function's are not). models: what an async function that takes `context` reaches by it.
     """

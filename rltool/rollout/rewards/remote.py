@@ -26,8 +26,8 @@ async def remote(
     """POSTs {"prompt", "response", "label", "metadata"} as JSON to `url`; the reply is a number, or an object whose
     `key` holds one.
 
-    timeout: seconds for one attempt; all attempts share deadlines.reward. Connections that fail, 5xx, 408, 425 and 429
-    are tried `retries` times again; what any other status says fails the sample at once, as does a reply of another
+    timeout: seconds for one attempt; all attempts share deadlines.call. Connections that fail, 5xx, 408, 425 and 429
+    are tried `retries` times again; any other status fails the sample at once, as does a reply of another
     form. Raises EngineError with the last reason.
     """
     body = {"prompt": sample.prompt_text, "response": text, "label": sample.label, "metadata": sample.metadata}
@@ -45,14 +45,14 @@ async def remote(
                     if response.status < 500 and response.status not in REPEATED:
                         raise EngineError(f"{url} refuses the sample: {reason}")
             except (aiohttp.ClientError, TimeoutError) as error:
-                said = f"{type(error).__name__}: {quote(str(error), 200)}"
-                reason = said if str(error) else f"no answer within {timeout:g} s"
+                message = f"{type(error).__name__}: {quote(str(error), 200)}"
+                reason = message if str(error) else f"no answer within {timeout:g} s"
     raise EngineError(f"{url} gave no reward in {retries + 1} attempts: {reason}")
 
 
 def _number(reply: Any, key: str) -> float:
     value = reply.get(key) if isinstance(reply, dict) else reply
     if isinstance(value, bool) or not isinstance(value, int | float):
-        said = quote(str(reply), 200)
-        raise EngineError(f"the reply {said} is neither a number nor an object with a number in {key!r}")
+        message = quote(str(reply), 200)
+        raise EngineError(f"the reply {message} is neither a number nor an object with a number in {key!r}")
     return float(value)

@@ -30,7 +30,7 @@ async def reward_model(
     conversation = [*prompt, {"role": "assistant", "content": text}]
     scores = await context.model(model).classify(conversation, use_activation=use_activation)
     if label is None and len(scores) != 1:
-        raise ValueError(f"model {model!r} gave {len(scores)} scores: say with `label` which one is the reward")
+        raise ValueError(f"model {model!r} gave {len(scores)} scores: set `label` to the one that is the reward")
     if not 0 <= (label or 0) < len(scores):
         raise ValueError(f"model {model!r} gave {len(scores)} scores, so there is no label {label}")
     return scores[label or 0]

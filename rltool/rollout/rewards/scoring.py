@@ -195,7 +195,7 @@ class Scorer:
         """A failure is that of all samples: they are FAILED and taken out."""
         try:
             await group_reward.apply(samples, await self._texts(samples))
-        except (Exception, SystemExit) as error:  # whatever a user's code raises
+        except (Exception, SystemExit) as error:  # a user's code may raise anything
             reason = f"reward.group: {error}" if isinstance(error, TooSlow) else describe(error)
             stats = ScoreStats(failed=len(samples), reasons=Counter({reason: len(samples)}))
             for sample in samples:

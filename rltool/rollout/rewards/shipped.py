@@ -4,7 +4,7 @@ A reward function is `f(sample: Sample, text: str) -> float`, plain or async; `t
 special tokens. reward.function names it, by one of the names in rltool.config.reward or by import path; reward.options
 are its keyword arguments. Check your own with `rltool.rollout.contracts.check_reward_function`.
 
-All take time in proportion to the text, whatever it is: a policy that collapses writes one character without end, and
+All take time in proportion to the text's length: a policy that collapses writes one character without end, and
 that has to be scored 0, not to time out. So what a pattern repeats it does not give back (`*+`), and it never tries the
 same run of characters from each of its places.
 """
@@ -129,7 +129,7 @@ def reasoning_gym_score(sample: Sample, text: str) -> float:
     misses."""
     import reasoning_gym
 
-    # Some tasks have no one answer: there the label is missing, and the metadata tells what is right.
+    # Some tasks have no one answer: there the label is missing, and the metadata has what is right.
     entry = {"question": sample.prompt_text, "answer": sample.label, "metadata": sample.metadata}
     score = reasoning_gym.get_score_answer_fn(sample.metadata["source_dataset"])
     return float(score(text.strip(), entry))  # pyright: ignore[reportCallIssue]  # declared without its two parameters

@@ -55,7 +55,7 @@ def _score(function: Callable[..., Any], packed: bytes, refuse_changes: bool) ->
     except (
         Exception,
         SystemExit,
-    ) as error:  # whatever a user's code raises is that sample's failure, counted and reported
+    ) as error:  # an exception of a user's code is that sample's failure, counted and reported
         return {"failed": describe(error)}
     return reward
 
@@ -68,7 +68,7 @@ def describe(error: BaseException) -> str:
 def finite(value: Any) -> float:
     """The reward as a float. Raises UsageError for an awaitable, ValueError for anything that is no finite number.
 
-    True and False are 1 and 0, and a numpy or torch scalar is what it holds; text is no number, whatever it says.
+    True and False are 1 and 0, and a numpy or torch scalar is what it holds; text is no number, not even "1".
     """
     if inspect.isawaitable(value):
         if inspect.iscoroutine(value):

@@ -1,5 +1,5 @@
-"""How many requests a fleet should have in flight: additive increase, multiplicative decrease, by what engines tell of
-their load.
+"""How many requests a fleet should have in flight: additive increase, multiplicative decrease, by what engines report
+of their load.
 
 With too few an engine's batches are small and its GPU idles. With too many, requests wait in its queue, or its KV cache
 fills and it takes back what it has begun: no token comes sooner, and each is older by the time that it is trained on.
@@ -31,8 +31,8 @@ FULL_KV_CACHE = 0.95
 ROOMY_KV_CACHE = 0.8
 """Below it there is room for more. Between the two the number stays: samples that run will still grow."""
 USED_SHARE = 0.9
-"""Of the limit. Where fewer are in flight the limit is not what holds them back, and a quiet engine says nothing about
-it."""
+"""Of the limit. Where fewer are in flight the limit is not what holds them back, and a quiet engine proves nothing
+about it."""
 
 
 class Pressure(StrEnum):
@@ -83,7 +83,7 @@ class ConcurrencyController:
         return int(self._per_engine * num_engines)
 
     def observe(self, loads: Sequence[EngineLoad], *, in_flight: int) -> Pressure | None:
-        """What the serving engines say now, and the requests that are with them. Moves the limit, or leaves it.
+        """The serving engines' counters now, and the requests that are with them. Moves the limit, or leaves it.
 
         Engines that did not answer are left out; where none did, nothing is known (None) and nothing changes.
         """
@@ -94,7 +94,7 @@ class ConcurrencyController:
             return found
         limit = self.limit(len(loads))
         if found is Pressure.OVERLOADED and in_flight <= limit:
-            # From what is in flight: a limit that nobody reached has to come down to it before it holds anything back.
+            # From what is in flight: an unreached limit has to come down to it before it holds anything back.
             self._move(min(self._per_engine, in_flight / len(loads)) * DECREASE)
         elif found is Pressure.ROOM and in_flight >= USED_SHARE * limit:
             self._move(self._per_engine + self._policy.increase)

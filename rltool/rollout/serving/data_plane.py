@@ -1,12 +1,12 @@
 """Where generation goes: the engines that serve, or a router in front of them.
 
-The fleet says who serves. A request that fails at one engine (5xx, broken connection, no answer within its deadline) is
-a fact for the fleet and is sent to another, from where it began; one whose engine is taken out of service meanwhile is
-withdrawn and sent again at once, for a wedged engine would never answer it. A request that three engines failed on is
-given up: it may be what breaks them. While nobody serves, as during a weight sync, requests wait; how long that may
-last is the fleet's owner's matter (deadlines.engines). Behind a router the router chooses; which worker failed is known
-where our plugin's reply names it, else every serving engine has to answer a canary request, and another failure of the
-same request counts against it once they have.
+The fleet decides which engines serve. A request that fails at one engine (5xx, broken connection, no answer within its
+deadline) is a fact for the fleet and is sent to another, from where it began; one whose engine is taken out of service
+meanwhile is withdrawn and sent again at once, for a wedged engine would never answer it. A request that three engines
+failed on is failed: it may be what breaks them. While none serves, as during a weight sync, requests wait; how long
+that may last is the fleet's owner's matter (deadlines.engines). Behind a router the router chooses; which worker failed
+is known where our plugin's reply names it, else every serving engine has to answer a canary request, and another
+failure of the same request counts against it once they have.
 
 Requests of a session stay at the engine that had the one before, whose prefix cache they can use, while it has a slot
 for them; a new session goes to the engine with the fewest requests, then the fewest sessions. Behind a router the
@@ -43,11 +43,11 @@ RETRY_SECONDS = 0.2
 that is away, must not be asked in a tight loop."""
 ABORT_SECONDS = 5.0
 """For one engine to take an abort. A hung engine does not keep the others' requests running:
-they are told side by side."""
+these requests are sent concurrently."""
 POISONOUS_AFTER = 3
 """Failures of one request, each at an engine that works for others."""
 ROUTERS_OWN = frozenset({429, 502, 503, 504})
-"""Statuses by which a router speaks of itself: it has no worker, reaches none, or is full."""
+"""Statuses that are the router's own: it has no worker, reaches none, or is full."""
 SESSIONS = 65536
 """How many of them are remembered, the newest: a run's conversations are far fewer at a time."""
 KEEPS_REQUESTS = frozenset({State.READY, State.PAUSED, State.DRAINING})
@@ -69,7 +69,7 @@ class VersionJudge(Protocol):
 
 
 class _NotItsFault(EngineError):
-    """A failure that says nothing about the request: the engine holds the wrong weights."""
+    """A failure that is not the request's fault: the engine holds the wrong weights."""
 
 
 class PoisonousRequest(EngineError):
@@ -79,7 +79,7 @@ class PoisonousRequest(EngineError):
 @dataclass(frozen=True, eq=False)
 class Attempt:
     """Where a request is sent now. engine: as it was then; None behind a router. prefill: the engine that fills its KV
-    cache where that is another. answered_by: boot ids of the processes that answered, where their replies tell."""
+    cache where that is another. answered_by: boot ids of the processes that answered, where their replies have it."""
 
     endpoint: EngineEndpoint
     engine: Member | None
@@ -108,7 +108,7 @@ class DataPlane:
     router: the address that generation goes through, or None. requests_per_engine: in flight at once, per serving
     engine; `limit` overrides it. min_serving: with fewer engines no request is sent. judge: None accepts every version
     (no trainer takes part). deadline: seconds for a request at one engine (deadlines.generate); waiting for its turn is
-    not part of it. saw_version(engine URL, version, sent_at): called with a version that is refused.
+    not part of it. observed_version(engine URL, version, sent_at): called with a version that is refused.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class DataPlane:
         deadline: float,
         min_serving: int = 1,
         judge: VersionJudge | None = None,
-        saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
+        observed_version: Callable[[str, str | None, float], None] = lambda *_: None,
     ) -> None:
         self._client, self._fleet, self._clock, self.router = engines.client, engines.fleet, engines.clock, router
         self._per_engine, self._deadline, self._judge = requests_per_engine, deadline, judge
         self._min_serving = min_serving
-        self._saw_version = saw_version
+        self._observed_version = observed_version
         self.limit: int | None = None
         self.counts: Counter[str] = Counter()
         """Events since the start: failed_requests, withdrawn_requests, poisonous_requests, refused_foreign,
@@ -152,7 +152,7 @@ class DataPlane:
         return self._in_flight.total()
 
     def in_flight_at(self, url: str) -> int:
-        """Requests that are with this engine; behind a router nobody here knows."""
+        """Requests that are with this engine; unknown behind a router."""
         return self._in_flight[url]
 
     def changed(self) -> None:
@@ -184,7 +184,7 @@ class DataPlane:
     ) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
         it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns. trace:
-        filled in while the request is under way.
+        filled in while the request is in flight.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
@@ -215,7 +215,7 @@ class DataPlane:
                 if failures >= POISONOUS_AFTER:
                     self.counts["poisonous_requests"] += 1
                     raise PoisonousRequest(
-                        f"given up after {failures} failures at engines that serve others; {self._describe(error)}"
+                        f"failed {failures} times at engines that serve other requests; {self._describe(error)}"
                     ) from error
             finally:
                 self._withdrawn.pop(attempt, None)
@@ -229,7 +229,7 @@ class DataPlane:
         """Abort this run's requests (those of `groups`) at every engine (that of URL `at`), directly: a router forwards
         no abort. They return with what they have, finish_reason "abort". Returns URL -> reason for failures.
 
-        Every engine is told all ids: which of them a router sent where is not known, and an unknown id is ignored.
+        Every engine is sent all ids: which of them a router sent where is not known, and an unknown id is ignored.
         """
         ids = [name for group, names in self._ids.values() if groups is None or group in groups for name in names]
         if not ids:
@@ -277,7 +277,7 @@ class DataPlane:
         return self._limit(able) - self.in_flight - self._granted if able >= self._min_serving else 0
 
     def _limit(self, able: int) -> int:
-        """Requests that so many engines may have in all."""
+        """Requests that this many engines may have in all."""
         return self.limit if self.limit is not None else self._per_engine * able
 
     def _choices(self) -> dict[str, list[str]]:
@@ -384,8 +384,8 @@ class DataPlane:
         return known or [member.url for member in self._fleet.members() if member.boot_id in attempt.answered_by]
 
     def _suspects(self, attempt: Attempt, error: EngineError) -> list[str]:
-        """Engines at which the request may have failed by its own fault: none where that says nothing of the request,
-        all that serve where a router has passed on a failure and hides whose it is."""
+        """Engines at which the request may have failed by its own fault: none where that proves nothing about the
+        request, all that serve where a router has passed on a failure and hides whose it is."""
         if isinstance(error, _NotItsFault):
             return []
         is_the_routers = isinstance(error, EngineUnreachable) or getattr(error, "status", None) in ROUTERS_OWN
@@ -414,7 +414,7 @@ class DataPlane:
             if reason is not None:
                 self.counts[f"refused_{reason}"] += 1
                 for url in engines:
-                    self._saw_version(url, version, attempt.sent_at)
+                    self._observed_version(url, version, attempt.sent_at)
                 self._report_stale(engines, attempt, f"sampled with {version}: {reason}")
                 raise _NotItsFault(
                     f"{attempt.endpoint.url} sampled with weights {version}, which this run cannot train on ({reason})"

@@ -1,8 +1,8 @@
 """Another trainer's weights on an engine that this run has synced.
 
 Only engines without rltool's plugin can come to this: the others are leased to one run (rollout/serving/lease.py). A
-foreign version that an engine brings along says nothing, it may be left over from a run that has ended; one that
-replaces ours says that somebody else syncs this engine now. Once may be a mistake that its owner corrects, so the
+foreign version that an engine brings along proves nothing, it may be left over from a run that has ended; one that
+replaces ours means that another trainer syncs this engine now. Once may be a mistake, so the
 engine is synced again. The second time it is left to the other: two trainers that sync one engine in turns would both
 wait for ever.
 """
@@ -21,7 +21,7 @@ TIMES_TO_GIVE_UP = 2
 
 @dataclass(frozen=True)
 class Overwritten:
-    """News: `url` bears `version` in place of ours, for the `times`-th time in this run."""
+    """News: `url` has `version` in place of ours, for the `times`-th time in this run."""
 
     url: str
     version: WeightVersion
@@ -55,17 +55,17 @@ class ForeignWeights:
         now = self._clock()
         self._synced_at |= dict.fromkeys(urls, now)
 
-    def saw(self, url: str, version: str | None, *, sent_at: float) -> Overwritten | None:
+    def observed_version(self, url: str, version: str | None, *, sent_at: float) -> Overwritten | None:
         """A probe or a completion, sent at `sent_at`, showed this version. News at most once for every sync.
 
-        What was sent before our last sync there may still bear what that sync has replaced.
+        What was sent before our last sync there may still have what that sync has replaced.
         """
         synced_at = self._synced_at.get(url)
         if version is None or synced_at is None or sent_at < synced_at:
             return None
         try:
             found = WeightVersion.parse(version)
-        except BadWeightVersion:  # a server that was restarted: nobody's weights
+        except BadWeightVersion:  # a server that was restarted: no run's weights
             return None
         if found.run == self._run:
             return None

@@ -1,4 +1,4 @@
-"""Whether enough engines are left to go on with, and the router in front of them; what to say when they do not come
+"""Whether enough engines are left to go on with, and the router in front of them; the error when they do not come
 back."""
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineGuard:
             raise TooFewEngines(self.explain())
 
     def _check_router(self) -> None:
-        """A run never leaves its router by itself: whoever set it up may mean it to choose."""
+        """A run never leaves its router by itself: its owner may mean it to choose."""
         since = self._router.unreachable_since if self._router is not None else None
         if self._router is None or since is None or self._clock() - since < self._deadline:
             return

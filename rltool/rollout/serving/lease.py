@@ -1,7 +1,7 @@
 """This run's claim on its engines: leases where rltool's plugin runs, an eye on the weights elsewhere.
 
-A lease is taken before the first control call, renewed by a task of its own (a sync, in which nobody probes, may take
-longer than a lease lasts), and given back at the end. Whoever loses it does not fight back: the run ends, and says who
+A lease is taken before the first control call, renewed by a task of its own (a sync, without probes, may take
+longer than a lease lasts), and given back at the end. A run that loses it does not fight back: it ends, and names who
 took the engine. So it does when the last engine without a plugin is left to another trainer
 (rollout/serving/foreign.py), and when a lease expires because something in this process keeps it from being renewed.
 """
@@ -28,9 +28,9 @@ from rltool.rollout.serving.foreign import ForeignWeights
 T = TypeVar("T")
 
 RENEWALS_PER_LEASE = 6
-"""So many may be lost on the way before the lease expires."""
+"""Renewals that may be lost before the lease expires."""
 LONGEST_INTERVAL = 5.0
-"""A run that lost its engines shall hear of it soon, however long its leases are."""
+"""A run that lost its engines notices it soon, however long its leases are."""
 CAN_LEAVE = (State.READY, State.STALE, State.SUSPECT)
 
 
@@ -65,19 +65,19 @@ class LeaseTerms:
         return min(self.seconds / RENEWALS_PER_LEASE, LONGEST_INTERVAL)
 
 
-class Ownership:
-    """terms None: no leases are taken (nobody syncs)."""
+class EngineLeases:
+    """This run's leases. terms None: none are taken (no syncs)."""
 
     def __init__(self, engines: EngineSet, terms: LeaseTerms | None, *, run: str) -> None:
-        self._client, self._fleet, self._clock, self._say = engines.client, engines.fleet, engines.clock, engines.log
+        self._client, self._fleet, self._clock, self._log = engines.client, engines.fleet, engines.clock, engines.log
         self._terms = terms
         self._foreign = ForeignWeights(run, engines.clock)
         self._held: dict[str, float] = {}
         """Engines whose leases were granted, and when that was asked for last."""
-        self.ceded: set[str] = set()
-        """Engines that are another's now: they are told nothing more, at the end of the run neither."""
+        self.lost: set[str] = set()
+        """Engines that another run controls now: they are sent nothing more, not even at the end."""
         self._error: EngineTaken | LeaseExpired | None = None
-        self._lost = asyncio.Event()
+        self._failed = asyncio.Event()
         self._background = Background(lambda failure: engines.log(str(failure)))
 
     # -- life
@@ -90,7 +90,7 @@ class Ownership:
         refused = await asyncio.gather(*(self._acquire(each, steal=steal) for each in self._leasable().values()))
         reasons = [reason for reason in refused if reason is not None]
         if reasons:
-            self.ceded.update(m.url for m in self._fleet.members() if m.url not in self._held)
+            self.lost.update(m.url for m in self._fleet.members() if m.url not in self._held)
             await self.close()
             raise EngineTaken("\n".join(reasons) + "\nWait until that run has ended, or take them over with --steal")
         self._background.repeat(self._renew, "leases", seconds=self._terms.interval)
@@ -98,7 +98,7 @@ class Ownership:
     async def close(self) -> None:
         """Give the leases back; they would expire by themselves."""
         await self._background.close()
-        await asyncio.gather(*(self._each(self.release, url) for url in self._held.keys() - self.ceded))
+        await asyncio.gather(*(self._each(self.release, url) for url in self._held.keys() - self.lost))
 
     async def admit(self, endpoint: EngineEndpoint, info: EngineInfo) -> None:
         """An engine that is about to join while the run trains. EngineConflict if it is another's."""
@@ -123,14 +123,14 @@ class Ownership:
 
     async def unless_taken(self, waiting: Awaitable[T]) -> T:
         """Its result, or what `check` raises as soon as that is known; what is waited for is cancelled then."""
-        async with beside(waiting) as (task,), beside(self._lost.wait()) as (lost,):
+        async with beside(waiting) as (task,), beside(self._failed.wait()) as (lost,):
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
             self.check()
             return await task
 
     async def synced(self, sync: Callable[[], Awaitable[S]]) -> S:
-        """The report of a sync. One that reached nobody may have been refused: then who holds the engines is asked at
-        once, for the error that the run ends with."""
+        """The report of a sync. One that reached no engine may have been refused: then who holds the engines is asked
+        at once, for the error that the run ends with."""
         self.check()
         try:
             report = await sync()
@@ -141,18 +141,18 @@ class Ownership:
         self._foreign.synced(report.updated)
         return report
 
-    def saw(self, url: str, version: str | None, sent_at: float) -> None:
+    def observed_version(self, url: str, version: str | None, sent_at: float) -> None:
         """An engine showed this weight version, in a probe or a completion that was sent at `sent_at`."""
         if not self._can_leave(url):
             return
-        news = self._foreign.saw(url, version, sent_at=sent_at)
+        news = self._foreign.observed_version(url, version, sent_at=sent_at)
         if news is None:
             return
-        self._say(str(news))
+        self._log(str(news))
         if not news.given_up:
             self._fleet.version_refused(url, str(news), sent_at=sent_at)
             return
-        self.ceded.add(url)
+        self.lost.add(url)
         self._fleet.drain(url, str(news))
         if not any(m.takes_weights and m.state is not State.DRAINING for m in self._fleet.members()):
             self._end(EngineTaken(f"{news}. It was the last one. {self._next()}"))
@@ -179,7 +179,7 @@ class Ownership:
 
         losses = await asyncio.gather(
             *(self._each(renew, url) for url in leasable),
-            *(self._each(self.release, url) for url in self._held.keys() - {*leasable, *self.ceded}),
+            *(self._each(self.release, url) for url in self._held.keys() - {*leasable, *self.lost}),
         )
         for lost in filter(None, losses):  # when it is known whose each engine is: the end leaves others' alone
             self._end(lost)
@@ -187,12 +187,12 @@ class Ownership:
     async def _each(
         self, step: Callable[[str], Awaitable[EngineTaken | None]], url: str
     ) -> EngineTaken | LeaseExpired | None:
-        """The step at one engine. What it raises keeps neither the others' leases nor the next try from anything."""
+        """The step at one engine. Its exception affects no other engine and no later try."""
         try:
             return await step(url)
         except Exception as error:
             what = f"the lease of the engine {url}: {type(error).__name__}: {error}"
-            self._say(what)
+            self._log(what)
             held = self._clock() - self._held.get(url, math.inf)
             if self._terms is None or held <= self._terms.seconds:
                 return None
@@ -201,11 +201,12 @@ class Ownership:
             return expired
 
     async def _keep(self, endpoint: EngineEndpoint) -> EngineTaken | None:
-        """Why the run ends. An engine that says nothing is the fleet's business; that it is another's is ours."""
+        """Why the run ends. A silent engine is the fleet's concern; only one that another run has taken ends this
+        run."""
         with suppress(EngineError):
             answer = await self._ask(endpoint, "renew")
             if answer is not None and not answer.granted:
-                self.ceded.add(endpoint.url)
+                self.lost.add(endpoint.url)
                 return EngineTaken(
                     f"{answer.taken_by} has taken over the engine {endpoint.url}, which this run controlled; this run "
                     f"does not fight for it, and ends. {self._next()}"
@@ -216,8 +217,8 @@ class Ownership:
         """An engine that did not answer before, or came later."""
         url, refusal = endpoint.url, await self._acquire(endpoint)
         if refusal is not None and self._can_leave(url):
-            self._say(f"{refusal}; this run goes on without it")
-            self.ceded.add(url)
+            self._log(f"{refusal}; this run goes on without it")
+            self.lost.add(url)
             self._fleet.drain(url, refusal)
 
     async def _acquire(self, endpoint: EngineEndpoint, *, steal: bool = False) -> str | None:
@@ -245,8 +246,8 @@ class Ownership:
     def _end(self, error: EngineTaken | LeaseExpired) -> None:
         if self._error is None:
             self._error = error
-            self._say(str(error))
-            self._lost.set()
+            self._log(str(error))
+            self._failed.set()
 
     def _next(self) -> str:
         name = f" --run {self._terms.holder.name}" if self._terms else ""

@@ -62,7 +62,7 @@ class ModelClient:
         """n responses. temperature 0: greedy; a seed makes vLLM repeat itself. The model's own stop tokens end them.
 
         Raises UsageError for text without a tokenizer, an empty prompt and a classifier, EngineError where no engine
-        answers it; how long that may take is the caller's deadline (deadlines.reward, deadlines.group).
+        answers it; how long that may take is the caller's deadline (deadlines.call, deadlines.group).
         """
         self._check_generates()
         ids = self._ids(prompt, ask=True)
@@ -87,7 +87,7 @@ class ModelClient:
         return await self._score_topk(token_ids, topk)
 
     async def classify(self, prompt: Prompt, *, use_activation: bool = False) -> list[float]:
-        """What the head of a classifier says of a text, one number for each label; of a reward model, one in all.
+        """The outputs of a classifier's head for a text, one for each label; of a reward model, one in all.
 
         Raw logits. use_activation: behind the model's activation, by default a sigmoid for one label and a softmax for
         several (vLLM's use_activation; SGLang has none, and refuses it). Chat messages are a whole conversation: no
@@ -105,7 +105,7 @@ class ModelClient:
             raise UsageError(f"model {self.name!r} is a classifier, which generates nothing: ask it with classify()")
 
     def _ids(self, prompt: Prompt, *, ask: bool) -> list[int]:
-        """ask: messages end where the assistant begins to speak."""
+        """ask: messages end where the assistant's reply begins."""
         ids = self._tokens(prompt, ask=ask)
         if not ids:
             raise UsageError(f"the prompt for model {self.name!r} is empty")
@@ -169,13 +169,13 @@ class RewardContext:
 
 
 class TooSlow(Exception):
-    """A function has no answer in time; the message says which time."""
+    """A function has no answer in time; the message names the deadline."""
 
 
 async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, models: Models) -> str | None:
     """Wait for functions; None once all have ended, else why they have been waited for long enough.
 
-    seconds: deadlines.reward. It stands still while one of the models that they may ask has no engine that serves, for
+    seconds: deadlines.call. It stands still while one of the models that they may ask has no engine that serves, for
     models.patience at a time: an engine that is started again takes longer than any reward.
     """
     left, gone_since, pending = seconds, None, set(tasks)
@@ -193,5 +193,5 @@ async def ended_in_time(tasks: Collection[asyncio.Future[Any]], seconds: float, 
 
 
 def too_slow(seconds: float) -> str:
-    """What is said of a reward that took longer than deadlines.reward."""
-    return f"no answer within deadlines.reward = {seconds:g} s"
+    """The error of a reward that took longer than deadlines.call."""
+    return f"no answer within deadlines.call = {seconds:g} s"

@@ -38,7 +38,7 @@ class Router(Protocol):
 
 class FleetMonitor:
     """Logs one line per transition. on_change: called when the set of serving engines may have changed.
-    saw_version(url, version, sent_at): called with what a probe found.
+    observed_version(url, version, sent_at): called with what a probe found.
     restart: starts an engine's process again, for engines that we launched; None for those of others.
     serves: what the engines are for, so what a canary request asks of them.
     """
@@ -50,12 +50,12 @@ class FleetMonitor:
         router: Router | None = None,
         restart: Callable[[str], Awaitable[None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
-        saw_version: Callable[[str, str | None, float], None] = lambda *_: None,
+        observed_version: Callable[[str, str | None, float], None] = lambda *_: None,
         serves: Task = "generate",
     ) -> None:
         self._client, self._fleet, self._clock, self._log = engines.client, engines.fleet, engines.clock, engines.log
         self._router, self._restart, self._on_change = router, restart, on_change
-        self._saw_version = saw_version
+        self._observed_version = observed_version
         self._serves: Task = serves
         self.lag = LoopLag(clock=engines.clock)
         self.recent: deque[Transition] = deque(maxlen=KEPT_TRANSITIONS)
@@ -102,7 +102,7 @@ class FleetMonitor:
             if self.lag.worst_since(sent_at) < HEALTH_SECONDS / 2:
                 self._fleet.probe_failed(url, str(error), sent_at=sent_at)
             return
-        self._saw_version(url, info.weight_version, sent_at)
+        self._observed_version(url, info.weight_version, sent_at)
         self._fleet.probe_succeeded(url, info, sent_at=sent_at)
 
     async def _round(self) -> None:
@@ -117,7 +117,7 @@ class FleetMonitor:
         self._log(str(failure))
 
     async def _canary(self, url: str) -> None:
-        """Asks an engine whose requests fail, or of which nobody knows: only a request shows that it works.
+        """Asks an engine whose requests fail, or whose state is unknown: only a request shows that it works.
 
         No answer in time counts as a failure unless the engine has requests waiting: then this one waits among them.
         """

@@ -30,8 +30,8 @@ class EngineRates:
         self._before: dict[str, EngineCounters] = {}
 
     async def since_last(self, engines: Sequence[Member]) -> dict[str, float]:
-        """rollout/prefix_cache_hit_rate and rollout/speculative_acceptance_rate of these engines; of what no engine
-        tells nothing. The first question of an engine that counts from its start is about all of it."""
+        """rollout/prefix_cache_hit_rate and rollout/speculative_acceptance_rate of these engines; without what no
+        engine reports. The first question of an engine that counts from its start is about all of it."""
         replies = await asyncio.gather(
             *(self._client.counters(engine.endpoint, timeout=ASK_SECONDS) for engine in engines),
             return_exceptions=True,

@@ -1,7 +1,7 @@
 """Engines that the run has started itself are started again when they die: within a budget, each time after a longer
 pause.
 
-Two ways lead here. The process ended, or lost what generates: its host says so, and the fleet hears of it
+Two ways lead here. The process ended, or lost what generates: its host reports it to the fleet
 (Fleet.process_exited). Or the fleet has given an engine up that still runs, for it answers nothing: then its process is
 ended first. Either way the engine is DEAD, FleetMonitor calls `restart`, and a new process under the old address is
 STARTING; it serves after its next weight sync.
@@ -98,7 +98,7 @@ class EngineRestarts:
             self.counts["given_up"] += 1
             self._log(
                 f"engine {url} stays dead: it was started again {self._budget.used(url)} times "
-                "(engines.max_restarts); its log says why (`rltool logs`)"
+                "(engines.max_restarts); see its log (`rltool logs`)"
             )
             return
         self._unanswered.add(url)
@@ -111,7 +111,7 @@ class EngineRestarts:
         await self._may_start.wait()
         found = self._fleet_of(url)
         if found is None or found[0].member(url).state is not State.DEAD:
-            return  # it was told to leave meanwhile, or has come back by itself
+            return  # it was removed meanwhile, or has come back by itself
         self._starting.add(url)
         try:
             await self._start(url)
@@ -141,7 +141,7 @@ class EngineRestarts:
             await self._exited(url, "ended as soon as it was started")
 
     async def end(self, url: str, why: str) -> None:
-        """End an engine's process, in whatever state the engine is; it counts as one that has died. Raises
+        """End an engine's process, in any state; it counts as one that has died. Raises
         RltoolError."""
         await self._processes.end(url)
         found = self._fleet_of(url)
@@ -179,7 +179,7 @@ class EngineRestarts:
         was_dead = fleet.member(url).state is State.DEAD
         fleet.process_exited(url, how)
         await monitor.carry_out()
-        if was_dead:  # no transition told the monitor
+        if was_dead:  # the monitor saw no transition
             await self.restart(url)
 
     def _fleet_of(self, url: str) -> tuple[Fleet, FleetMonitor] | None:

@@ -1,14 +1,15 @@
 """The router's worker list follows the fleet: by comparing the two, never by remembering what was once asked for.
 
-A router is run by whoever owns it. It is restarted and has forgotten everybody; somebody adds a worker behind our back;
+A router has an owner of its own. It is restarted with an empty list; workers are added from outside;
 a registration fails. So each look asks the router whom it has, and asks for what is missing:
 
 - READY engines belong in. A PAUSED or ASLEEP one is left as it is: it is back in a moment.
-- Every other engine of the fleet is taken out. Before the first weight sync of the run nothing is generated, so nobody
+- Every other engine of the fleet is taken out. Before the first weight sync of the run nothing is generated, so no one
   is moved for having none of our weights yet.
 - An engine that fell out of READY is taken out even if it is READY again by the time of the look. sglang-router's
-  circuit breaker keeps requests from a worker for 60 s after failures, tells nobody, and forgets only with the worker.
-- A worker that is no engine of the fleet holds weights that nobody here knows. It is taken out, or the run is ended.
+  circuit breaker keeps requests from a worker for 60 s after failures, reports nothing, and is reset only with the
+  worker.
+- A worker that is no engine of the fleet holds unknown weights. It is taken out, or the run is ended.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rltool.errors import EngineError, EngineUnreachable, TrainingStopped
 from rltool.router.workers import Worker
 
 REMOVE_SECONDS = 10.0
-"""For workers to leave the list: until then they may be sent requests, so whoever changed the fleet waits."""
+"""For workers to leave the list: until then they may be sent requests, so a change of the fleet waits."""
 ADD_SECONDS = 5.0
 """For new workers to be in the list and healthy. Waiting spares the first requests a 503; it is no condition."""
 REGISTRATION_SECONDS = 60.0
@@ -128,9 +129,9 @@ class RouterMembers:
             self._renew.add(transition.url)
 
     async def reconcile(self) -> None:
-        """Have the router's list follow the fleet. Returns when nobody is in it who must not be, or says why not.
+        """Have the router's list follow the fleet. Returns when no unwanted worker is in it, or logs why not.
 
-        A router that fails is said once and asked again at the next look. Bounded: REMOVE_SECONDS and one call.
+        A router that fails is logged once and asked again at the next look. Bounded: REMOVE_SECONDS and one call.
         """
         async with self._lock:
             try:
@@ -139,7 +140,7 @@ class RouterMembers:
                 self.counts["failures"] += 1
                 silent = isinstance(error, EngineUnreachable)
                 self.unreachable_since = (self.unreachable_since or self._clock()) if silent else None
-                self._say(f"router {self._router.url}: {error}")
+                self._log_once(f"router {self._router.url}: {error}")
             else:
                 self.unreachable_since = None
                 if self._trouble is not None:
@@ -167,7 +168,7 @@ class RouterMembers:
             waited = self._clock() - started
             if leaving and waited >= REMOVE_SECONDS:
                 names = ", ".join(worker.url for worker in leaving)
-                raise EngineError(f"it did not let go of {names} within {REMOVE_SECONDS:g} s")
+                raise EngineError(f"it did not remove {names} within {REMOVE_SECONDS:g} s")
             if not leaving and not self._is_registering():
                 return
             await asyncio.sleep(POLL_SECONDS)
@@ -182,7 +183,7 @@ class RouterMembers:
                 del self._registrations[url]
 
     def _is_registering(self) -> bool:
-        """Somebody is just being registered; a registration that takes long keeps nobody waiting."""
+        """A registration is in progress; a long one keeps no other waiting."""
         now = self._clock()
         return any(now - registration.asked_at < ADD_SECONDS for registration in self._registrations.values())
 
@@ -193,7 +194,7 @@ class RouterMembers:
                 return
             self.counts["failures"] += 1
             why = await self._router.why_not_added(pending.job)
-            self._say(f"router {self._router.url} has not taken {url} in {REGISTRATION_SECONDS:g} s: {why}")
+            self._log_once(f"router {self._router.url} has not taken {url} in {REGISTRATION_SECONDS:g} s: {why}")
         engine = self._fleet.find(url)
         if engine is not None:
             self._registrations[url] = _Registration(self._clock(), await self._router.add(engine.endpoint))
@@ -213,7 +214,7 @@ class RouterMembers:
             self._on_refused(TrainingStopped(refusal(self._router.url, foreign)))
         return ()
 
-    def _say(self, trouble: str) -> None:
+    def _log_once(self, trouble: str) -> None:
         """Once, however often it happens in a row."""
         if trouble != self._trouble:
             self._trouble = trouble

@@ -1,5 +1,5 @@
-"""What engines of a model beside the policy say of given tokens: log-probabilities of a teacher that is larger than the
-policy, scores of a reward model.
+"""Scores of given tokens by engines of a model beside the policy: log-probabilities of a teacher that is larger than
+the policy, scores of a reward model.
 
 Asked directly at an engine, also where a router stands in front: sglang-router passes on neither such a request nor
 vLLM's use_activation.
@@ -87,7 +87,7 @@ class Scores:
                 finally:
                     self._in_flight[url] -= 1
             raise PoisonousRequest(
-                f"model {self._name}: {what} was given up after {ATTEMPTS} failures; last failure: {last}"
+                f"model {self._name}: {what} failed {ATTEMPTS} times; last failure: {last}"
             ) from last
 
     async def _serving(self, failed: Sequence[str]) -> Member:
@@ -107,7 +107,7 @@ async def add_teacher_logprobs(
     samples: Sequence[Sample], teacher: ModelClient, *, topk: int, vocab_size: int
 ) -> None:
     """Set each sample's teacher_logprobs; 0 at tokens that the policy did not sample. With topk its teacher_topk_ids
-    and teacher_topk_logprobs too, of so many tokens at each, without those that a policy of vocab_size tokens does not
+    and teacher_topk_logprobs too, of the topk tokens at each, without those that a policy of vocab_size tokens does not
     have. Errors of `Scores.score`."""
 
     async def one(sample: Sample) -> None:

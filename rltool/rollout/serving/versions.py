@@ -11,7 +11,7 @@ from rltool.engines.weight_version import BadWeightVersion, Lineage, WeightVersi
 @dataclass
 class VersionBook:
     """published: training steps of the weights that the last sync gave out, None before the first; publishing: of the
-    sync that is under way, whose tokens may come back before it has ended everywhere."""
+    sync that is in progress, whose tokens may come back before it has ended everywhere."""
 
     lineage: Lineage
     published: int | None = None

@@ -1,5 +1,5 @@
 """Before a run starts: what asks models beside the policy, against what those models are. Shipped rewards and the
-teacher say whom they ask; functions of the user's own find out when they do."""
+teacher name the model that they ask; functions of the user's own find out when they do."""
 
 from __future__ import annotations
 
@@ -101,15 +101,15 @@ def _check_label(asking: Asking, path: Path) -> None:
     listed = ", ".join(f"{number} {name}" for number, name in enumerate(labels))
     if label is None and len(labels) != 1:
         raise UsageError(
-            f"{asking}: model {asking.model!r} ({path}) has {len(labels)} labels ({listed}); say which one's score is "
-            "the reward, with the option label = NUMBER"
+            f"{asking}: model {asking.model!r} ({path}) has {len(labels)} labels ({listed}); name the reward's "
+            "with the option label = NUMBER"
         )
     if label is not None and not (isinstance(label, int) and 0 <= label < len(labels)):
         raise UsageError(f"{asking}: label = {label!r} is none of the labels of model {asking.model!r} ({listed})")
 
 
 def labels_of(hf_config: Mapping[str, Any]) -> list[str]:
-    """Of a config.json, in order. One that says nothing has two (transformers.PreTrainedConfig)."""
+    """Of a config.json, in order. Two without any (transformers.PreTrainedConfig)."""
     named = hf_config.get("id2label")
     if named:
         return [named[number] for number in sorted(named, key=int)]

@@ -42,7 +42,7 @@ class EnginesAway(UsageError):
 
 @dataclass(frozen=True)
 class ProbedFleet:
-    """Engines with their dialects filled in, and what each said of itself, by URL. absent: why those do not answer that
+    """Engines with their dialects filled in, and each one's probe result, by URL. absent: why those do not answer that
     a run which resumes is to go on without, and takes in when they do."""
 
     endpoints: ModelEndpoints
@@ -51,7 +51,7 @@ class ProbedFleet:
 
     @property
     def takers(self) -> dict[str, EngineInfo]:
-        """What those engines said that take weights; the others (update_weights = false) are never synced."""
+        """Probe results of the engines that take weights; the others (update_weights = false) are never synced."""
         return {e.url: self.infos[e.url] for e in self.endpoints.engines if e.takes_weights}
 
     @property
@@ -95,7 +95,7 @@ def probe_fleet(
     """Ask every engine what it is, side by side. UsageError names each that does not answer, and the fix; it is
     EnginesAway where waiting may help.
 
-    given: where the engines come from, for that. needed: so many are enough, those that do not answer are `absent`
+    given: where the engines come from, for that. needed: this many are enough, those that do not answer are `absent`
     (one that answers and refuses is an error all the same); None: all."""
 
     async def probe_all() -> list[EngineInfo | BaseException]:
@@ -190,13 +190,13 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, trainer_device: str |
     ]  # fmt: skip
     if problems:
         raise UsageError("these engines cannot serve this run:\n" + "\n".join(problems))
-    speaks = {e.url: dialect(e.dialect, plugin=e.plugin) for e in fleet.endpoints.engines if e.dialect is not None}
-    stock = [url for url, found in speaks.items() if not found.routable]
+    dialects = {e.url: dialect(e.dialect, plugin=e.plugin) for e in fleet.endpoints.engines if e.dialect is not None}
+    stock = [url for url, found in dialects.items() if not found.routable]
     if fleet.endpoints.data_url and stock:
         raise UsageError(
-            f"{', '.join(stock)}: a stock {speaks[stock[0]].label} does not answer /generate, so sglang-router cannot "
-            "route to it; leave --router out (train then asks the engines directly), or start the engine with `rltool "
-            "serve-engines`"
+            f"{', '.join(stock)}: a stock {dialects[stock[0]].label} does not answer /generate, so sglang-router "
+            "cannot route to it; leave --router out (train then asks the engines directly), or start the engine with "
+            "`rltool serve-engines`"
         )
 
 
@@ -251,7 +251,7 @@ def foreign_weights(fleet: ProbedFleet, run: str) -> list[str]:
 
 
 def check_router(fleet: ProbedFleet, config: TrainConfig, *, may_be_down: bool = False) -> None:
-    """Does the router tell whom it sends requests to, and are these the given engines? Raises UsageError.
+    """Does the router list its workers, and are these the given engines? Raises UsageError.
 
     Changes nothing: workers that are to be removed are removed when the run starts. may_be_down: a router that does not
     answer is left to its owner, who may be about to start it again, as in the middle of a run.
@@ -311,12 +311,12 @@ def engine_problems(
 
 
 def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:
-    """Why an engine could not tell which tokens top_p and top_k left to choose from."""
+    """Why an engine cannot return the tokens that top_p and top_k left to choose from."""
     if not dialect(info.dialect).sampling_masks:
         able = " or ".join(dialect(name).label for name in ENGINES if dialect(name).sampling_masks)
         return [
-            f"is of {info.dialect}, which does not tell which tokens sampling.top_p and sampling.top_k left to choose "
-            f"from; use {able} engines, or top_p = 1 and top_k = -1"
+            f"is of {info.dialect}, which does not return the tokens that sampling.top_p and sampling.top_k left to "
+            f"choose from; use {able} engines, or top_p = 1 and top_k = -1"
         ]
     needed, limit = logprobs_of(top_k), info.max_logprobs
     if limit is not None and 0 <= limit < needed:
@@ -355,7 +355,7 @@ def model_facts(path: Path) -> dict[str, Any]:
 
 
 def with_model_config(info: EngineInfo) -> EngineInfo:
-    """What an SGLang engine does not tell of its model, its sizes and its vocabulary, read where it says that it read
+    """What an SGLang engine does not report of its model, sizes and vocabulary, read from where it read
     the model. As it is where that is no directory of this host: then the engine alone knows."""
     if info.model_path is None:
         return info
@@ -363,17 +363,17 @@ def with_model_config(info: EngineInfo) -> EngineInfo:
         config = model_facts(Path(info.model_path))
     except (OSError, ValueError):
         return info
-    told = {key: value for key, value in info.model_config.items() if value is not None}
-    return replace(info, model_config=config | told, vocab_size=_of_text(config).get("vocab_size"))
+    reported = {key: value for key, value in info.model_config.items() if value is not None}
+    return replace(info, model_config=config | reported, vocab_size=_of_text(config).get("vocab_size"))
 
 
 def uncompared(fleet: ProbedFleet) -> list[str]:
-    """A line for the engines whose sizes and vocabulary nobody could compare with the trainer's."""
+    """A line for the engines whose sizes and vocabulary were not compared with the trainer's."""
     urls = [url for url, info in fleet.infos.items() if with_model_config(info).vocab_size is None]
     if not urls:
         return []
     return [
-        f"{', '.join(urls)}: sizes and vocabulary of the model were not compared, for the engine does not tell them "
+        f"{', '.join(urls)}: sizes and vocabulary of the model were not compared, for the engine does not report them "
         "and its model is not on this host; the first weight sync compares values"
     ]
 

@@ -1,4 +1,4 @@
-"""algorithm.routing_replay: what a run needs for it, and what contradicts it. UsageError where nothing else is said."""
+"""algorithm.routing_replay: what a run needs for it, and what contradicts it. UsageError unless noted."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def check_rollout_engines(config: TrainConfig, infos: Mapping[str, EngineInfo], 
 
 def check_has_routing(config: TrainConfig, batch: TrainBatch) -> None:
     """TrainingStopped where there is nothing to replay, as in a recording of another run."""
-    if config.algorithm.routing_replay and batch.routed_experts is None:
+    if config.algorithm.routing_replay and not batch.has("routed_experts"):
         raise TrainingStopped(
             f"{SETTING}, but these samples came without the experts that an engine chose: a recording made without it, "
             "synthetic samples, or responses that rollout.generate_function did not take from context.generate; leave "

@@ -54,7 +54,7 @@ def check_all_there(config: TrainConfig, found: Collection[str]) -> None:
 
 def probe_models(config: TrainConfig, models: Mapping[str, ModelEndpoints]) -> dict[str, SideEngines]:
     """Ask every engine of these models what it is. UsageError names those that do not answer, answer only together with
-    others, or are served for another task than the configuration says or a reward asks for."""
+    others, or are served for another task than the one configured or that a reward asks for."""
     found = {}
     for name, entry in models.items():
         fleet = probe_fleet(entry, config.deadlines.preflight, given=f"model {name!r}")
@@ -69,14 +69,14 @@ def probe_models(config: TrainConfig, models: Mapping[str, ModelEndpoints]) -> d
 
 
 def _task(name: str, config: TrainConfig, infos: Mapping[str, EngineInfo]) -> Task:
-    """What [models.NAME] says, or the engines where it does not stand there. UsageError where one differs."""
-    told = {info.task: url for url, info in infos.items() if info.task is not None}
-    found: Task = "classify" if "classify" in told else "generate"
+    """From [models.NAME], or from the engines where it is not set there. UsageError where one differs."""
+    tasks = {info.task: url for url, info in infos.items() if info.task is not None}
+    found: Task = "classify" if "classify" in tasks else "generate"
     wanted = config.models[name].task if name in config.models else found
-    other = next((task for task in told if task != wanted), None)
+    other = next((task for task in tasks if task != wanted), None)
     if other is not None:
         raise UsageError(
-            f"model {name!r}: {told[other]} is served for {other!r}, expected {wanted!r}: set models.{name}.task to "
+            f"model {name!r}: {tasks[other]} is served for {other!r}, expected {wanted!r}: set models.{name}.task to "
             "what its engines are, or start them with `rltool serve-engines --task`"
         )
     return wanted

@@ -82,7 +82,7 @@ def check_own_functions(algorithm: AlgorithmConfig) -> None:
 
 
 def check_teachers_engines(config: TrainConfig) -> None:
-    """Servers that the run starts give the log-probabilities of so many tokens; others say so when they refuse."""
+    """Servers that the run starts give the log-probabilities of this many tokens; others report it when they refuse."""
     if config.model.teacher is None or not config.algorithm.uses_teacher_topk:
         return
     topk = config.algorithm.distill_top_k
@@ -119,7 +119,7 @@ def check_model(config: TrainConfig) -> None:
 def check_weights(config: TrainConfig) -> None:
     """The weights are all there, of the names and shapes that config.json implies. Reads no tensor but a doubtful head.
 
-    What a header cannot tell (a hash, a NaN) is found where the weights are loaded.
+    What a header does not show (a hash, a NaN) is found where the weights are loaded.
     """
     for path in (config.model.path, config.model.teacher_path, config.critic.path):
         if path is None:

@@ -11,7 +11,7 @@ from rltool.weights.transport import transport
 
 
 def describe_routes(fleets: Sequence[ProbedFleet], config: TrainConfig, trainer_device: str) -> str:
-    """Which transport the engines have. They are named where several have been chosen and weights.engines had a say."""
+    """Which transport the engines have. They are named where several were chosen with weights.engines."""
     over: dict[str, list[str]] = {}
     for fleet in fleets:
         groups = {engine.url: engine.group for engine in fleet.endpoints.engines}

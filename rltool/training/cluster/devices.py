@@ -38,7 +38,7 @@ def choose_device(*, ranks: int, gpus: float, where: str) -> Device:
 
     gpus: how many there are where the ranks will run, in use or not
     where: whose they are, for the error
-    UsageError for fewer GPUs than ranks: nobody means to train on the CPUs beside them.
+    UsageError for fewer GPUs than ranks: training on the CPUs beside them is never meant.
     """
     if gpus <= 0:
         return "cpu"

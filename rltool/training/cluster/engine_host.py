@@ -30,7 +30,7 @@ from rltool.training.cluster.ray_calls import unwrapped
 @ray.remote(num_cpus=0)
 class EngineHost:
     """Engines of the run on the host of a bundle of theirs. They end with `close`; if this actor dies without it, they
-    bear the driver's mark, by which `rltool stop` and the next trainer find them.
+    have the driver's mark, by which `rltool stop` and the next trainer find them.
 
     Every method is a coroutine that leaves the waiting to threads: engines are watched while one is started.
     """

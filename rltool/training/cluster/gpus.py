@@ -1,4 +1,4 @@
-"""Which GPUs of this host a run takes: those that it was told, or the first ones that nobody holds."""
+"""Which GPUs of this host a run takes: the given ones, or the first free ones."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gpus_of_this_host(
     """`choose_gpus` by what this host has and holds: live runs below `root`, and engines that the run was given.
     shared: those that are named may be held.
 
-    Empty where nothing can be said: no driver that lists GPUs, or CUDA_VISIBLE_DEVICES with UUIDs, which the user then
+    Empty where unknown: no driver that lists GPUs, or CUDA_VISIBLE_DEVICES with UUIDs, which the user then
     has chosen by.
     """
     present = [gpu.index for gpu in visible_gpus()]

@@ -1,4 +1,5 @@
-"""What of a run listens on more than loopback, said at its start. By default nothing does on one host without GPUs."""
+"""What of a run listens on more than loopback, logged at its start. By default nothing does on one host without
+GPUs."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@ trainer's, and ends them.
 
     ManagedEngines.start     one actor on each host that has engines; ports; the plan; all processes begin
                    wait      until all serve; the run's endpoints.json names them; a router in front where asked for
-                   close     all are ended, whichever way the run ends
+                   close     all are ended, however the run ends
 
 Starting engines again when they die is the rollout manager's business (rollout/serving/restarts.py); routers are
 watched here, in a thread.
@@ -35,6 +35,8 @@ from rltool.engines.launch.plan import (
     plan_engines,
     port_needs,
     seat_slots,
+    shares_seat,
+    start_order,
     url_of,
 )
 from rltool.engines.launch.ready import process_role
@@ -79,7 +81,9 @@ def expected_plan(
 
 def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
     models = order_of_file(config).models
-    return Settings(models, run.key_file, run.state_dir, device=plan.device, spread=spread)
+    return Settings(
+        models, run.key_file, run.state_dir, device=plan.device, spread=spread, in_turns=plan.shares_gpus
+    )
 
 
 class ManagedEngines:
@@ -119,7 +123,7 @@ class ManagedEngines:
         ports = {key: found for at in held for key, found in at.items()}
         plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
         for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
-            self._console.say(line)
+            self._console.log_line(line)
         self._launches, self._started = plan.launches, True
         self._all(
             [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
@@ -129,7 +133,7 @@ class ManagedEngines:
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""
-        longest = max(launch.ready_timeout for launch in self._launches)
+        longest = max(launch.ready_timeout for launch in self._launches) * len(start_order(self._launches))
         see = self._seeing(look)
         answers = self._all(self._ready, longest + CHECK_SECONDS, "ready_timeout of engines.groups and more", see)
         found = by_model(self._launches, [engine for at in answers for engine in at])
@@ -139,8 +143,8 @@ class ManagedEngines:
         }
         edit_endpoints(self._run.endpoints_file, lambda _: Endpoints(models=models))
         group = self._routers.enter_context(ProcessGroup(self._run, replaces_other_hosts=True))
-        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.say)
-        self._routers.enter_context(Watching(group, self._console.say))
+        routers = start_planned_routers(self._order, found, group, required=False, report=self._console.log_line)
+        self._routers.enter_context(Watching(group, self._console.log_line))
         return {name: entry.model_copy(update={"data_url": routers.get(name)}) for name, entry in models.items()}
 
     def _seeing(self, look: Waiting) -> Waiting:
@@ -174,8 +178,8 @@ class ManagedEngines:
             try:
                 self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
             except RltoolError as error:
-                self._console.say(f"ending the engines: {error}")
-        # Where Ray was lost nobody has ended them; on this host they are found by their records.
+                self._console.log_line(f"ending the engines: {error}")
+        # Where Ray was lost they still run; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])
         if self._started:
@@ -186,10 +190,11 @@ class ManagedEngines:
         if self._plan.shares_gpus:
             return seat_slots(self._plan.slots, hosts_of(self._places))
         places = iter(sorted(self._places, key=lambda place: place.bundle))
-        return [
-            tuple(Seat(place.node, place.address, place.gpus) for _, place in zip(slot.shares, places, strict=False))
-            for slot in self._plan.slots
-        ]
+        seats: list[tuple[Seat, ...]] = []
+        for slot in self._plan.slots:
+            taken = () if shares_seat(slot) else tuple(place for _, place in zip(slot.shares, places, strict=False))
+            seats.append(tuple(Seat(at.node, at.address, at.gpus) for at in taken) or seats[-1])
+        return seats
 
     def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
         who = [f"the starter of engines on host {node}" for node, _ in self._hosts]

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import takes_turns
-from rltool.engines.launch.plan import Slot, engine_slots
+from rltool.engines.launch.plan import Slot, device_of, engine_slots, shares_seat
 from rltool.errors import UsageError
 from rltool.training.cluster.devices import Device
+from rltool.training.cluster.engine_memory import NOT_SET, EngineMemory
 
 Bundle = dict[str, float]
 
@@ -20,7 +21,8 @@ class PlacementPlan:
     go into one placement group.
 
     The rollout manager is an actor outside of it that reserves nothing. slots: the engines that the run starts.
-    shares_gpus: these have no bundles, they are in the trainer's.
+    shares_gpus: these have no bundles, they are in the trainer's. memory: what is said of theirs. starts_beside:
+    they load while the trainer does, and not after it has left the GPUs. ranks_stay: it never leaves them.
     """
 
     trainer: tuple[Bundle, ...]
@@ -28,6 +30,9 @@ class PlacementPlan:
     reason: str
     slots: tuple[Slot, ...] = ()
     shares_gpus: bool = False
+    memory: tuple[str, ...] = ()
+    starts_beside: bool = True
+    ranks_stay: bool = False
 
     @property
     def bundles(self) -> tuple[Bundle, ...]:
@@ -51,15 +56,17 @@ class PlacementPlan:
 
 
 def plan_placement(
-    config: TrainConfig, *, gpu: bool, trains: bool = True, generates: bool = True, gpus_per_host: int | None = None
-) -> PlacementPlan:
+    config: TrainConfig, *, gpu: bool, trains: bool = True, generates: bool = True, gpus_per_host: int | None = None,
+    memory: EngineMemory = NOT_SET,
+) -> PlacementPlan:  # fmt: skip
     """The plan of `config` on GPUs or, with gpu False, on CPUs.
 
-    external: the trainer's bundles and nothing else, whatever the engines hold. managed: those and one for each process
+    external: the trainer's bundles and nothing else. managed: those and one for each process
     of the engines (and for each placeholder), so that an engine never straddles two hosts by accident; one that no
     host has room for (gpus_per_host: of the largest) is cut over several. colocate: the trainer's bundles, which the
     engines share; UsageError where they want more GPUs. trains False (debug rollout-only): no trainer bundles;
-    generates False (debug train-only, supervised training without engines): no engine bundles.
+    generates False (debug train-only, supervised training without engines): no engine bundles. memory: of colocated
+    engines.
     """
     trainer = config.trainer
     ours: Bundle = {"CPU": trainer.cpus_per_rank, **({"GPU": 1.0} if gpu else {})}
@@ -72,22 +79,29 @@ def plan_placement(
     device: Device = "cuda" if gpu else "cpu"
     if config.engines.shares_gpus:
         from_disk = {name for name, model in config.models.items() if model.sleep == "disk"}
-        groups = [takes_turns(g, device, from_disk=g.model in from_disk) for g in config.engines.groups]
+        groups = [
+            takes_turns(group, device, from_disk=group.model in from_disk, cache=memory.caches.get(group.name))
+            for group in config.engines.groups
+        ]
         slots = engine_slots(groups, device=device, gpus_per_host=gpus_per_host)
         _check_room(slots, len(ranks))
         reason = "colocated engines share the trainer's bundles, in turns"
-        return PlacementPlan(ranks, (), reason, tuple(slots), shares_gpus=True)
+        beside = memory.beside or all(device_of(group, device) == "cpu" for group in groups)
+        return PlacementPlan(
+            ranks, (), reason, tuple(slots), shares_gpus=True, memory=memory.lines, starts_beside=beside,
+            ranks_stay=memory.beside,
+        )  # fmt: skip
     slots = engine_slots(config.engines.groups, device=device, gpus_per_host=gpus_per_host)
-    engines = tuple(_bundle(share) for slot in slots for share in slot.shares)
+    engines = tuple(_bundle(share) for slot in slots if not shares_seat(slot) for share in slot.shares)
     return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))
 
 
 def _check_room(slots: Sequence[Slot], ranks: int) -> None:
-    wanted = sum(share for slot in slots for share in slot.shares)
+    wanted = sum(share for slot in slots if not shares_seat(slot) for share in slot.shares)
     if wanted > ranks:
         raise UsageError(
             f'engines.mode = "colocate": engines.groups takes {wanted} GPUs, and the trainer has {ranks} '
-            "(trainer.world_size): lower the groups' count or tp, or raise trainer.world_size"
+            "(trainer.world_size): lower the groups' count or tp, set engines_per_gpu, or raise trainer.world_size"
         )
 
 

@@ -11,7 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltool.config.train import RayConfig
+from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
 from rltool.training.cluster.placement import Bundle
 from rltool.training.cluster.ray_calls import Waiting, get_all
@@ -55,8 +55,8 @@ def find_places(
     config: RayConfig, group: PlacementGroup | None, bundles: Sequence[Bundle], deadline: float,
     while_waiting: Waiting, *, shared: bool = False,
 ) -> list[Place]:  # fmt: skip
-    """One for each bundle of a group that is there. Which GPUs a bundle has, only a process in it is told; of a single
-    bundle nobody needs to know, unless others go onto its GPUs (shared)."""
+    """One for each bundle of a group that is there. Only a process in a bundle learns its GPUs; of a single
+    bundle they are not needed, unless others go onto its GPUs (shared)."""
     if group is None:
         return []
     nodes = placement_group_table(group)["bundles_to_node_id"]
@@ -87,7 +87,7 @@ def _gpus(
         if bundle.get("GPU")
     }  # fmt: skip
     found = get_all(
-        list(asked.values()), deadline, "deadlines.placement", who=[f"bundle {index}" for index in asked],
+        list(asked.values()), deadline, "deadlines.start", who=[f"bundle {index}" for index in asked],
         while_waiting=while_waiting,
     )  # fmt: skip
     return {

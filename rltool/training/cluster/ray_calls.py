@@ -16,6 +16,7 @@ from ray.exceptions import (
     GetTimeoutError,
     LocalRayletDiedError,
     NodeDiedError,
+    ObjectLostError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -33,7 +34,7 @@ POLL_SECONDS = 0.2
 """How long one wait inside Ray takes at most: Python's signal handlers run between two of them."""
 
 PEER_SECONDS = 10.0
-"""After a rank has crashed, for what the others still have to say: Ray reports a death a moment after the peers have
+"""After a rank has crashed, for the others' errors: Ray reports a death a moment after the peers have
 seen their connections close."""
 
 _OF_A_PEER = re.compile(
@@ -41,7 +42,7 @@ _OF_A_PEER = re.compile(
     r"collective operation timeout|broken pipe",
     re.IGNORECASE,
 )
-"""What gloo and NCCL say on a rank that waited for another one."""
+"""The errors of gloo and NCCL on a rank that waited for another one."""
 
 _DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, LocalRayletDiedError, OutOfMemoryError, RaySystemError)
 
@@ -93,7 +94,7 @@ def get_all(
     while wait.goes_on(now):
         if now - started > deadline:
             raise DeadlinePassed(
-                f"{wait.missing} did not answer within {name} = {deadline:g} s; the logs of the run tell why (`rltool "
+                f"{wait.missing} did not answer within {name} = {deadline:g} s; see the logs of the run (`rltool "
                 "logs`)"
             )
         wait.poll(now)
@@ -104,7 +105,7 @@ def get_all(
 
 
 def is_ready(ref: ray.ObjectRef) -> bool:
-    """Whether a call has ended, in whatever way: then `get_all` returns or raises at once."""
+    """Whether a call has ended, in any way: then `get_all` returns or raises at once."""
     return bool(ray.wait([ref], timeout=0)[0])
 
 
@@ -130,7 +131,7 @@ class _Wait:
         if self._lag is not None and self._first_at is not None and now - self._first_at > self._lag:
             raise PartLost(
                 f"{self.missing} hangs: no answer, {self._lag:g} s (trainer.rendezvous_timeout) after "
-                f"{self._names[self._refs[0]]} has done its part; the logs tell more (`rltool logs`). Go on with "
+                f"{self._names[self._refs[0]]} has done its part; see the logs (`rltool logs`). Go on with "
                 "`rltool train --resume`"
             )
         return self._crashed_at is None or now - self._crashed_at <= PEER_SECONDS
@@ -168,7 +169,7 @@ def rank_names(count: int) -> list[str]:
 def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseException:
     """The failure that the others follow from, of those found so far in their order; silent: who has not answered.
 
-    A process that died comes first; then what a rank says of itself; last what it says of a peer: then the culprit is
+    A process that died comes first; then a rank's own error; last its error about a peer: then the culprit is
     among the silent, if there are any.
     """
     for name, error in failures.items():
@@ -177,6 +178,11 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
     for name, error in failures.items():
         if isinstance(_raised(error), torch.OutOfMemoryError):
             return _out_of_memory(name, error)
+        if isinstance(_raised(error), ObjectLostError):
+            return PartLost(
+                f"{name} was to read what another process of the run held, the rollout manager or a rank, and that one "
+                "died. Its log tells more (`rltool logs`); go on with `rltool train --resume`"
+            )
         if not is_of_a_peer(error):
             return unwrapped(error)
     name, error = next(iter(failures.items()))
@@ -184,7 +190,7 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
     if silent:
         return PartLost(
             f"{_listed(silent)} hangs: no answer, and {name} waited for it in vain ({said}). How long ranks wait for "
-            "each other is trainer.rendezvous_timeout; the logs tell more (`rltool logs`). Go on with `rltool train "
+            "each other is trainer.rendezvous_timeout; see the logs (`rltool logs`). Go on with `rltool train "
             "--resume`"
         )
     ours = unwrapped(error)
@@ -197,7 +203,7 @@ def has_died(error: BaseException) -> bool:
 
 
 def has_crashed(error: BaseException) -> bool:
-    """It raised what nobody expected: it is in no collective any more, and its peers may wait there for long.
+    """An unexpected error: it is in no collective any more, and its peers may wait there for long.
 
     An expected error is raised by all ranks, or leaves them whole: they are waited for, so that a checkpoint can be
     written.
@@ -206,7 +212,7 @@ def has_crashed(error: BaseException) -> bool:
 
 
 def is_of_a_peer(error: BaseException) -> bool:
-    """It says that another rank failed, not why."""
+    """It reports that another rank failed, not why."""
     ours = unwrapped(error)
     if isinstance(ours, RltoolError):
         return ours.of_a_peer
@@ -214,7 +220,7 @@ def is_of_a_peer(error: BaseException) -> bool:
 
 
 def unwrapped(error: BaseException) -> BaseException:
-    """Our own error inside Ray's wrapper, or one that says which process died; any other is returned as it is."""
+    """Our own error inside Ray's wrapper, or one that names the process that died; any other is returned as it is."""
     if has_died(error):
         return _died("a process of the run", error)
     if isinstance(error, RayTaskError) and isinstance(error.cause, RltoolError):
@@ -241,8 +247,8 @@ def _died(name: str, error: BaseException) -> PartLost:
     who = f"{name} (pid {pid[1]})" if pid else name
     detail = _EXIT_DETAIL.search(text)
     if detail:
-        text = f"{detail[1].strip()} It was killed (by the kernel for memory? `dmesg` tells), or crashed"
-    return PartLost(f"{who} died: {text}. Its log tells more (`rltool logs`); go on with `rltool train --resume`")
+        text = f"{detail[1].strip()} It was killed (by the kernel for memory? see `dmesg`), or crashed"
+    return PartLost(f"{who} died: {text}. See its log (`rltool logs`); go on with `rltool train --resume`")
 
 
 def _out_of_memory(name: str, error: BaseException) -> PartLost:

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 import rltool
-from rltool.config.train import RayConfig
+from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
 from rltool.errors import PartLost, RltoolError, UsageError
 from rltool.processes.environment import environment
@@ -70,10 +70,10 @@ def ray_cluster(
             ray.shutdown()
         return
     cpus = config.num_cpus or max(1.0, plan.total("CPU"))
-    # Ray calls home by default; a training run on somebody's cluster has no business doing so.
+    # Ray calls home by default; a training run must not.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with _ray_files(logs) as directory:
-        # "local", or Ray would join whatever cluster was last started on this host, alive or not.
+        # "local", or Ray would join the cluster that was last started on this host, alive or not.
         options = {
             "address": "local", "num_cpus": int(-(-cpus // 1)), "num_gpus": int(plan.total("GPU")),
             "_node_ip_address": LOOPBACK, "include_dashboard": False, "_temp_dir": str(directory), **_common(),
@@ -94,7 +94,7 @@ def ray_cluster(
 
 @contextmanager
 def _ray_files(logs: Path | None) -> Iterator[Path]:
-    """A directory for a local Ray, which opens whatever it makes to all users of the host: so it lies below one that
+    """A directory for a local Ray, which opens all that it makes to all users of the host: so it lies below one that
     they cannot enter. What killed runs have left of theirs is removed first."""
     remove_abandoned()
     with temporary_directory(len(_SOCKET)) as directory:
@@ -109,8 +109,8 @@ def _ray_files(logs: Path | None) -> Iterator[Path]:
 
 def _leave_lost(before: set[psutil.Process]) -> None:
     """A Ray that has lost a process of its own: asked to shut down, it would wait for that a minute, and then end this
-    process; not asked, its library crashes in the end of the interpreter. So there is none: what `rltool` says last is
-    said by then."""
+    process; not asked, its library crashes in the end of the interpreter. So there is none: the last line of `rltool`
+    is printed by then."""
 
     def leave() -> None:
         sys.stdout.flush()
@@ -218,13 +218,13 @@ def _knock(address: str, timeout: float) -> None:
     node that is starting beside this command (docs/hosts.md) has so long.
 
     ray.init asks such an address again for minutes, with nothing but warnings of its C++ part. Of "auto" and of a Ray
-    client's ray://HOST:PORT Ray itself says at once, or soon, that nobody is there.
+    client's ray://HOST:PORT Ray itself soon reports that no server is there.
     """
     found = _HOST_PORT.fullmatch(address)
     if found is None:
         return
     host, port = found["host"].strip("[]"), int(found["port"])
-    ends, is_said = time.monotonic() + timeout, False
+    ends, reported = time.monotonic() + timeout, False
     while True:
         try:
             socket.create_connection((host, port), timeout=max(_POLL_SECONDS, ends - time.monotonic())).close()
@@ -234,9 +234,9 @@ def _knock(address: str, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() + _POLL_SECONDS >= ends:
                 raise
-            if not is_said:
+            if not reported:
                 write_line(f"Ray at {address}: {error}; asked again for deadlines.preflight = {timeout:g} s")
-                is_said = True
+                reported = True
         time.sleep(_POLL_SECONDS)
 
 
@@ -297,6 +297,6 @@ def _missing(bundles: Sequence[dict[str, float]], timeout: float) -> str:
             lines.append(f"{resource}: {wanted:g} wanted, {free.get(resource, 0):g} free of {total.get(resource, 0):g}")
     what = "; ".join(lines) or "the resources are free, but not in pieces that hold the bundles"
     return (
-        f"no placement for {len(bundles)} bundles within deadlines.placement = {timeout:g} s: {what}. Free them, lower "
+        f"no placement for {len(bundles)} bundles within deadlines.start = {timeout:g} s: {what}. Free them, lower "
         "trainer.world_size, or use --ray-address of a larger cluster."
     )

@@ -1,4 +1,4 @@
-"""Ray on this host: started within a deadline, and given up at once, with nothing left of it, when a signal comes;
+"""Ray on this host: started within a deadline, and cancelled at once, with nothing left of it, when a signal comes;
 watched while it runs."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ POLL_SECONDS = 0.1
 
 _CLEAN_SECONDS = 10.0
 _QUIET_SECONDS = 1.0
-"""A start that is given up may start something more before it notices that its processes are gone. ray.init notices
+"""A cancelled start may start something more before it notices that its processes are gone. ray.init notices
 late: after so long with nothing new it is left alone; what it still starts ends with this process."""
 
 
 RAYS_OWN_LIMIT = "timed out during startup"
-"""Ray gives its processes 30 s, whatever they were told (ray/_private/node.py); on a busy host that is not enough. Such
+"""Ray gives its processes 30 s, regardless of settings (ray/_private/node.py); on a busy host that is not enough. Such
 a start is tried again, up to the deadline."""
 
 
@@ -89,11 +89,11 @@ def _attempt(
 
 
 def _look(started: float, deadline: float, while_waiting: Waiting, logs: Path | None) -> None:
-    """RayStartFailed after so many seconds; else while_waiting."""
+    """Calls `while_waiting` until `seconds` have passed, then raises RayStartFailed."""
     waited = time.monotonic() - started
     if waited > deadline:
         raise RayStartFailed(
-            f"Ray did not start within deadlines.ray_start = {deadline:g} s: is the host too busy (`uptime`), or its "
+            f"Ray did not start within deadlines.start = {deadline:g} s: is the host too busy (`uptime`), or its "
             f"memory or disk full?{_see(logs)} Try again, or raise the deadline"
         )
     while_waiting(waited)
@@ -131,7 +131,7 @@ def _first_line(error: BaseException) -> str:
 
 
 class RayWatch:
-    """Sees at once that a process of a local Ray has ended by itself, and has the run say so.
+    """Sees at once that a process of a local Ray has ended by itself, and has the run report it.
 
     The main thread's wait raises PartLost (ray_calls.py). Where the run is not over by the end of the time that it has
     for that, the error line is written here, and the process ends. processes: by name, of WATCHED.
@@ -155,7 +155,7 @@ class RayWatch:
 
     def _end(self, name: str, pid: int) -> None:
         text = (
-            f"Ray's {name} (pid {pid}) died: it was killed (by the kernel for memory? `dmesg` tells), or crashed. "
+            f"Ray's {name} (pid {pid}) died: it was killed (by the kernel for memory? see `dmesg`), or crashed. "
             "`rltool stop` ends what is left of the run; go on with `rltool train --resume`"
         )
         LOSS.text = text

@@ -10,8 +10,10 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.launch.plan import EnginePlan, Host
 from rltool.engines.launch.start import check_processes
 from rltool.errors import UsageError
+from rltool.processes.gpus import visible_gpus
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster.devices import Device
+from rltool.training.cluster.engine_memory import NOT_SET, engine_memory
 from rltool.training.cluster.gpus import gpus_of_this_host
 from rltool.training.cluster.managed import expected_plan
 from rltool.training.cluster.placement import PlacementPlan, plan_placement
@@ -37,7 +39,10 @@ def plan_resources(
     on_cluster = config.ray.address is not None
     hosts = cluster_hosts(config.ray, config.deadlines.preflight) if on_cluster and managed else []
     per_host = max((len(host.gpus) for host in hosts), default=None)
-    plan = plan_placement(config, gpu=device == "cuda", generates=generates, gpus_per_host=per_host)
+    memory = engine_memory(config, _gpu_bytes(config)) if managed and device == "cuda" else NOT_SET
+    plan = plan_placement(
+        config, gpu=device == "cuda", generates=generates, gpus_per_host=per_host, memory=memory
+    )
     gpus = _gpus(config, run, plan, engines)
     if not managed:
         return Resources(plan, gpus)
@@ -48,6 +53,16 @@ def plan_resources(
     if not on_cluster:  # on a cluster each host looks for itself
         check_processes(expected.launches)
     return Resources(plan, gpus, expected)
+
+
+def _gpu_bytes(config: TrainConfig) -> int | None:
+    """Of the smallest GPU of this host that the run may get; None: not known, as on a cluster."""
+    if config.ray.address is not None:
+        return None
+    wanted = config.trainer.gpus
+    found = [gpu.memory_mib for gpu in visible_gpus() if not wanted or gpu.index in wanted]
+    known = [mib for mib in found if mib is not None]
+    return min(known) << 20 if known and len(known) == len(found) else None
 
 
 def _gpus(

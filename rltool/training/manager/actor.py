@@ -5,6 +5,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from rltool.weights.sync_report import SyncReport
 
 
 class ManagerFailed(RltoolError):
-    """The rollout manager raised what nobody expected. The trainer's state is whole, and is to be saved."""
+    """An unexpected error of the rollout manager. The trainer's state is whole, and is to be saved."""
 
 
 @contextmanager
@@ -66,14 +67,15 @@ class RolloutActor:
         return summary
 
     async def next_batch(self, step: int) -> Rollout:
+        """Wide fields stay in the object store, for the ranks: the driver gets references."""
         with failing_in_order():
-            return await self._service.next_batch(step)
+            return await self._service.next_batch(step, put=ray.put)
 
     async def sync_weights(self, step: int) -> SyncReport:
         return await self._service.sync_weights(step)
 
-    async def free_gpus(self) -> None:
-        await self._service.free_gpus()
+    async def free_gpus(self) -> float:
+        return await self._service.free_gpus()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         return await self._service.hold_evaluation_engines(step)
@@ -85,8 +87,10 @@ class RolloutActor:
         return found if with_samples else Evaluated(found.metrics, {})
 
     async def state_dict(self, done: int) -> SourceState:
+        """Files stay in the object store, for the ranks."""
         with failing_in_order():
-            return await self._service.state_dict(done)
+            found = await self._service.state_dict(done)
+            return replace(found, files=ray.put(found.files)) if found.files else found
 
     async def load_state_dict(self, state: dict[str, Any], directory: Path | None) -> None:
         await self._service.load_state_dict(state, directory)

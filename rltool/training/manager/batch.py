@@ -1,4 +1,4 @@
-"""From the groups that the collector hands over to the batch that the trainer gets, and the metrics of its making."""
+"""From the collector's groups to the trainer's batch, and the metrics of its making."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import Put, TrainBatch
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
 from rltool.report.samples import SampleRecord
@@ -36,11 +36,11 @@ class Rollout:
 
 async def to_rollout(
     config: TrainConfig, collected: Collected, stats: ScoreStats, step: int, tokenizer: Tokenizer, gpus: int,
-    *, trains: bool, change: Callable[[list[Sample]], ChangedBatch] | None = None,
+    *, trains: bool, change: Callable[[list[Sample]], ChangedBatch] | None = None, put: Put | None = None,
 ) -> Rollout:  # fmt: skip
     """Trims where that is configured, and builds the batch in a thread. gpus: of the engines that serve.
-    trains: whether a trainer is to read it. change: what rollout.batch_hook makes of it. TrainingStopped where no
-    sample is left, or one that it cannot read."""
+    trains: whether a trainer is to read it. change: what rollout.batch_hook makes of it. put: as of samples_to_batch.
+    TrainingStopped where no sample is left, or one that it cannot read."""
     groups = [group.samples for group in collected.groups]
     dropped, added = {"reward_failed": stats.failed, "aborted": stats.aborted}, {}
     if change is not None:
@@ -55,7 +55,9 @@ async def to_rollout(
     if trains:
         await asyncio.to_thread(check_samples, config, samples)
     mask_truncated, weights = config.rollout.mask_truncated, config.part_weights
-    batch = await asyncio.to_thread(samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights)
+    batch = await asyncio.to_thread(
+        samples_to_batch, samples, mask_truncated=mask_truncated, part_weights=weights, put=put
+    )
     metrics = rollout_metrics(samples, seconds=None, dropped=dropped)
     metrics |= mask_metrics(samples, mask_truncated=mask_truncated) | added
     monitor = config.monitor

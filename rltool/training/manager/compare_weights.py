@@ -2,7 +2,7 @@
 
 Two looks, for each misses something. Checksums compare every bit and name the parameter that differs: of a checkpoint,
 whose layout in the engine is worked out, and of another engine of the same kind and layout. Values compare what the
-engine computes, whatever its kind, its layout and its packed copies: it samples, and the other side scores the same
+engine computes, of any kind, layout and packing: it samples, and the other side scores the same
 tokens.
 """
 
@@ -105,7 +105,7 @@ async def _with_engine(
         if len(vocabularies) != 1:
             raise UsageError(
                 f"{engine.url} and {other.url} cannot be compared: their vocabularies are "
-                f"{sorted(vocabularies) or 'told by neither'}"
+                f"{sorted(vocabularies) or 'reported by neither'}"
             )
         lengths = [found.max_model_len for found in (info, other_info) if found.max_model_len is not None]
         samples = await _sample(client, engine, vocabularies.pop(), min(lengths, default=None), timeout)
@@ -156,7 +156,7 @@ async def _sample(
 ) -> list[Sampled]:
     """Responses to fixed prompts of pseudo-random tokens, over the whole vocabulary at temperature 1."""
     rng = random.Random(20260)
-    room = (max_model_len or PROMPT_TOKENS + RESPONSE_TOKENS + 1) - PROMPT_TOKENS - 1  # whoever scores makes a token
+    room = (max_model_len or PROMPT_TOKENS + RESPONSE_TOKENS + 1) - PROMPT_TOKENS - 1  # scoring makes one token
     sampling = SamplingParams(max_tokens=min(RESPONSE_TOKENS, room), ignore_eos=True)
     samples = []
     for index in range(PROMPTS):

@@ -16,18 +16,18 @@ class EndpointsFollow:
     change of the fleet those that left are taken out, and all that are there are put in. What else stands there is
     other processes' business (serve-engines, router).
 
-    say: a line for the user where it cannot be written; the run goes on.
+    log: a line for the user where it cannot be written; the run goes on.
     """
 
     def __init__(
-        self, file: Path, engines: Iterable[EngineEndpoint], *, data_url: str | None, say: Callable[[str], None]
+        self, file: Path, engines: Iterable[EngineEndpoint], *, data_url: str | None, log: Callable[[str], None]
     ) -> None:
-        self._file, self._data_url, self._say = file, data_url, say
+        self._file, self._data_url, self._log = file, data_url, log
         self._known = {engine.url for engine in engines}
         self._lock = threading.Lock()  # the training loop and the run's endpoint both come here
 
     def follow(self, ask: Callable[[], Sequence[EngineEndpoint]]) -> None:
-        """ask: for the engines that have not been told to leave. Called here, so that the last answer is written
+        """ask: for the engines that are not leaving. Called here, so that the last answer is written
         last."""
         with self._lock:
             present = ask()
@@ -48,6 +48,6 @@ class EndpointsFollow:
 
             try:
                 edit_endpoints(self._file, change)
-                self._data_url = None  # written once: whoever takes a router out of the file later knows why
+                self._data_url = None  # written once: a router may be taken out of the file later
             except (OSError, UsageError) as error:
-                self._say(f"{self._file} does not follow the fleet: {error}")
+                self._log(f"{self._file} does not follow the fleet: {error}")

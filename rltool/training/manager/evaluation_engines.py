@@ -28,7 +28,7 @@ class EvaluationEngines:
             config.model_copy(update={"engines": alone}), found, engines, book, trainer=trainer, lease=lease,
             hooks=hooks,
         )  # fmt: skip
-        self.plane, self.ownership = self._members.plane, self._members.ownership
+        self.plane, self.leases = self._members.plane, self._members.leases
         self.check = self._members.guard.check
 
     async def start(self) -> None:
@@ -54,7 +54,7 @@ class EvaluationEngines:
         await self._members.membership.close()
         failures = {}
         urls = [member.url for member in self._members.fleet.members()]
-        for url in [url for url in urls if url not in self.ownership.ceded]:
+        for url in [url for url in urls if url not in self.leases.lost]:
             try:
                 assert self._members.weights is not None
                 await self._members.weights.leave_engine(url)

@@ -35,10 +35,10 @@ class Generation:
 
     def __init__(
         self, config: TrainConfig, place: GatewayPlace | None, *, refusal: Callable[[str], str | None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:  # fmt: skip
         """place: for the gateway, where agents are run. Imports what is configured: UsageError for what is wrong."""
-        self._config, self._place, self._say = config, place, say
+        self._config, self._place, self._log = config, place, log
         self._client: EngineClient | None = None
         self._process: GatewayProcess | None = None
         self._gateway: GatewayClient | None = None
@@ -90,12 +90,12 @@ class Generation:
                 return FleetView.of(fleet, book.published if book is not None else None)
 
             self._process = GatewayProcess(
-                self._gateway_config(), parts, self._place.log, self._client, say=self._say,
+                self._gateway_config(), parts, self._place.log, self._client, log=self._log,
                 view=view if parts.follows else None,
             )  # fmt: skip
             url = self._process.url
             await self._process.start()
-            self._say(f"gateway: {url}, log {self._place.log}")
+            self._log(f"gateway: {url}, log {self._place.log}")
         self._gateway = GatewayClient(self._client, url, read_key(key_file, url), seconds=GATEWAY_SECONDS)
 
     def _parts(
@@ -106,7 +106,7 @@ class Generation:
         lengths = [info.max_model_len for info in infos if info.max_model_len is not None]
         return Parts(
             served_name=next((info.model_id for info in infos), "policy"),
-            # Agents are told by the gateway when a conversation becomes longer than the trainer could take.
+            # The gateway refuses a turn when a conversation becomes longer than the trainer could take.
             max_model_len=min([*lengths, sampling.max_prompt_tokens + sampling.max_response_tokens]),
             tokenizer=self._config.model.path.absolute(),
             endpoints=(router,) if router is not None else (),

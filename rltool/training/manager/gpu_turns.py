@@ -47,7 +47,7 @@ class Members:
 
 
 class GpuTurns:
-    """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync_step); start_seconds: for one to
+    """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync); start_seconds: for one to
     load."""
 
     def __init__(
@@ -59,28 +59,36 @@ class GpuTurns:
         self._step_seconds, self._start_seconds = step_seconds, start_seconds
         self._log, self._clock = policy.engines.log, policy.engines.clock
 
-    async def to_trainer(self) -> None:
-        """Every engine has let go of the GPUs, and the ranks are as they were before they did. Raises what a rank
-        raises."""
+    async def to_trainer(self) -> float:
+        """Every engine has let go of the GPUs, and the ranks are as they were before they did. Returns the seconds for
+        which these took their memory back. Raises what a rank raises."""
         self._restarts.hold()
         await self._until_loaded()
         async with self._lock:
             await asyncio.gather(*(self._release(of, engine) for of in self._models for engine in self._ours(of)))
             for of in self._models:
                 await of.monitor.carry_out()
+            started = self._clock()
             await self._ranks.onload(PARTS)
+            return self._clock() - started
 
-    async def to_engines(self) -> None:
-        """Before a sync, which wakes the policy's engines up."""
+    async def to_engines(self) -> float:
+        """Before a sync, which wakes the policy's engines up. Returns the seconds for which the ranks gave memory
+        away."""
+        started = self._clock()
         await self._ranks.offload(TRAINED)
+        seconds = self._clock() - started
         self._restarts.go_on()
+        return seconds
 
-    async def wake_others(self) -> None:
-        """After a sync: the ranks have nothing on the GPUs any more."""
+    async def wake_others(self) -> float:
+        """After a sync: the ranks have nothing on the GPUs any more. Returns the seconds that it took."""
+        started = self._clock()
         fixed = [of for of in self._models if not of.takes_weights]
         await asyncio.gather(*(self._wake(of, engine) for of in fixed for engine in self._ours(of, State.ASLEEP)))
         for of in fixed:
             await of.monitor.carry_out()
+        return self._clock() - started
 
     async def end(self, url: str, why: str) -> None:
         """An engine that holds memory it must not hold, or lacks what it needs: its process ends, and is started again

@@ -33,7 +33,7 @@ class RolloutInputs:
 
 def load_inputs(config: TrainConfig, models: Models, *, trains: bool) -> RolloutInputs:
     """Read all data, import what the configuration names, start the reward's processes. models: those beside the
-    policy, which rewards reach. trains: whether a trainer is to read the samples. Raises UsageError for whatever is
+    policy, which rewards reach. trains: whether a trainer is to read the samples. Raises UsageError for what is
     wrong there."""
     tokenizer = load_tokenizer(
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
@@ -69,7 +69,7 @@ def load_train_prompts(
 
 
 def _rewards(config: TrainConfig, tokenizer: Tokenizer, models: Models) -> tuple[RewardPool | RewardParts, Scorer]:
-    reward, rollout, timeout = config.reward, config.rollout, config.deadlines.reward
+    reward, rollout, timeout = config.reward, config.rollout, config.deadlines.call
     together = GroupReward(reward, timeout=timeout, models=models) if reward.group != "none" else None
     group_filter, group_hook = load_filter(rollout), load_hook(rollout)
     rewards = start_rewards(reward, timeout=timeout, models=models)

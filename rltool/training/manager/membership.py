@@ -1,12 +1,12 @@
 """Engines that join and leave a living run.
 
 An engine joins once it has answered and passed the checks of the run's first engines (training/checks/preflight.py);
-until then it is asked again and again, and is no member of the fleet: nobody may sync or sample it. It serves after its
+until then it is asked again and again, and is no member of the fleet: it is not synced or sampled. It serves after its
 first weight sync.
 
 An engine leaves in order: no new request (DRAINING, out of the router); what it has is finished, or after
-deadlines.drain aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a
-weight sync is in progress it leaves after that. Whoever says `remove` is answered at once, and may look on.
+deadlines.close aborted, and goes on elsewhere from where it was; out of its transfer group; out of the fleet. Where a
+weight sync is in progress it leaves after that. `remove` is answered at once; repeat it to see the progress.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ DRAIN_POLL_SECONDS = 0.2
 ABORTED_SECONDS = 10.0
 """For aborted requests to come back with what they have."""
 REPLY_SECONDS = 1.0
-"""How long the reply to `remove` waits for the engine to get nothing new; it says so where a sync takes longer."""
+"""How long the reply to `remove` waits for the engine to get nothing new; it reports where a sync takes longer."""
 REMOVED = "removed by its owner"
 
 
 @dataclass
-class _Candidate:
+class _Joining:
     """An engine that has not answered yet."""
 
     endpoint: EngineEndpoint
@@ -49,7 +49,7 @@ class _Candidate:
 
 
 @dataclass
-class _Departure:
+class _Draining:
     """began: it gets no new request any more. ends_at: when what is left is aborted; None: a sync has to end first."""
 
     task: asyncio.Task[None] | None = None
@@ -58,7 +58,7 @@ class _Departure:
 
 
 class FleetMembership:
-    """weights None: nobody sends any."""
+    """weights None: none are sent."""
 
     def __init__(
         self, config: TrainConfig, engines: EngineSet, oversight: Oversight, plane: DataPlane,
@@ -66,13 +66,13 @@ class FleetMembership:
     ) -> None:  # fmt: skip
         self._config, self._client, self._fleet = config, engines.client, engines.fleet
         self._clock, self._log = engines.clock, engines.log
-        self._monitor, self._ownership = oversight.monitor, oversight.ownership
+        self._monitor, self._leases = oversight.monitor, oversight.leases
         self._plane, self._router, self._weights = plane, plane.router, weights
         self._lock = weights.trainer.lock if weights is not None else asyncio.Lock()
         self._trainer_device = weights.trainer.device if weights is not None else None
         self._background = Background(lambda failure: engines.log(str(failure)))
-        self._candidates: dict[str, _Candidate] = {}
-        self._departures: dict[str, _Departure] = {}
+        self._joining: dict[str, _Joining] = {}
+        self._draining: dict[str, _Draining] = {}
 
     # -- what the owner calls
 
@@ -80,12 +80,12 @@ class FleetMembership:
         """Have an engine join. Raises UsageError for one that cannot serve this run, EngineConflict for one that is
         there; one that does not answer (yet) joins when it does, within the fleet's start_seconds."""
         url = endpoint.url
-        if url not in self._departures:
+        if url not in self._draining:
             self._refuse_twice(url)
         self._check_key(endpoint)
         self._check_role(endpoint)
-        await self._call_back(url)
-        if self._is_member(url):  # it was told to leave, and had not begun to
+        await self._cancel_removal(url)
+        if self._is_member(url):  # its removal was cancelled before it began
             return self.row(url)
         try:
             info = await self._ask(endpoint)
@@ -98,50 +98,50 @@ class FleetMembership:
 
     def expect(self, endpoint: EngineEndpoint, why: str) -> None:
         """An engine that has not answered, for this reason, joins when it does."""
-        candidate = self._candidates[endpoint.url] = _Candidate(endpoint, self._clock(), _not_yet(why))
-        candidate.task = self._background.start(self._wait_for(candidate), f"waiting for {endpoint.url}")
+        joining = self._joining[endpoint.url] = _Joining(endpoint, self._clock(), _not_yet(why))
+        joining.task = self._background.start(self._wait_for(joining), f"waiting for {endpoint.url}")
 
     async def remove(self, url: str) -> EngineStatus:
-        """Have an engine leave; asking again tells how far it is. Raises UnknownEngine."""
-        candidate = self._candidates.pop(url, None)
-        if candidate is not None:
-            await _end(candidate.task)
+        """Have an engine leave; asking again shows the progress. Raises UnknownEngine."""
+        joining = self._joining.pop(url, None)
+        if joining is not None:
+            await _end(joining.task)
             if not self._is_member(url):
                 return {"url": url, "state": "removed", "reason": "it had not answered yet"}
         if not self._is_member(url):
             raise UnknownEngine(f"{url} is no engine of this run")
-        departure = self._departures.get(url)
-        if departure is None or (departure.task is not None and departure.task.done()):  # done, and still a member?
-            departure = self._departures[url] = _Departure()
-            departure.task = self._background.start(self._leave(url, departure), f"{url} leaves")
+        draining = self._draining.get(url)
+        if draining is None or (draining.task is not None and draining.task.done()):  # done, and still a member?
+            draining = self._draining[url] = _Draining()
+            draining.task = self._background.start(self._leave(url, draining), f"{url} leaves")
         with suppress(TimeoutError):
-            await asyncio.wait_for(departure.began.wait(), REPLY_SECONDS)
+            await asyncio.wait_for(draining.began.wait(), REPLY_SECONDS)
         return self.row(url)
 
     def rows(self) -> list[EngineStatus]:
         """Every engine, those that have not answered yet included."""
-        return [self.row(url) for url in dict.fromkeys([*(m.url for m in self._fleet.members()), *self._candidates])]
+        return [self.row(url) for url in dict.fromkeys([*(m.url for m in self._fleet.members()), *self._joining])]
 
     def row(self, url: str) -> EngineStatus:
         """One engine as users see it; state "removed": it has left."""
         now = self._clock()
-        candidate = self._candidates.get(url)
-        if candidate is not None:
+        joining = self._joining.get(url)
+        if joining is not None:
             return {
-                "url": url, "state": State.STARTING.value, "reason": candidate.reason,
-                "since_seconds": round(now - candidate.since, 1), "weight_version": None,
-                "takes_weights": candidate.endpoint.takes_weights,
+                "url": url, "state": State.STARTING.value, "reason": joining.reason,
+                "since_seconds": round(now - joining.since, 1), "weight_version": None,
+                "takes_weights": joining.endpoint.takes_weights,
             }  # fmt: skip
         if not self._is_member(url):
             return {"url": url, "state": "removed", "reason": REMOVED}
-        return self._member_row(self._fleet.member(url), self._departures.get(url), now)
+        return self._member_row(self._fleet.member(url), self._draining.get(url), now)
 
     def present(self) -> tuple[EngineEndpoint, ...]:
-        """The engines that a run which resumes would begin with: members that have not been told to leave."""
-        return tuple(m.endpoint for m in self._fleet.members() if m.url not in self._departures)
+        """The engines that a run which resumes would begin with: members that are not leaving."""
+        return tuple(m.endpoint for m in self._fleet.members() if m.url not in self._draining)
 
     async def close(self) -> None:
-        """Nobody joins or leaves any more."""
+        """No engine joins or leaves any more."""
         await self._background.close()
 
     # -- joining
@@ -159,7 +159,7 @@ class FleetMembership:
 
     async def _ask(self, endpoint: EngineEndpoint) -> EngineInfo:
         """Raises UsageError for what will not change by waiting (a wrong key, no engine), EngineError for the rest."""
-        seconds = 0.6 * self._config.deadlines.preflight  # whoever asked waits for deadlines.preflight in all
+        seconds = 0.6 * self._config.deadlines.preflight  # the caller waits for deadlines.preflight in all
         try:
             async with asyncio.timeout(seconds):
                 return await self._client.probe(endpoint, timeout=seconds)
@@ -168,22 +168,22 @@ class FleetMembership:
         except TimeoutError as error:
             raise EngineUnreachable(f"{endpoint.url}: no answer within {seconds:g} s") from error
 
-    async def _wait_for(self, candidate: _Candidate) -> None:
-        url, policy = candidate.endpoint.url, self._fleet.policy
+    async def _wait_for(self, joining: _Joining) -> None:
+        url, policy = joining.endpoint.url, self._fleet.policy
         try:
-            while self._clock() - candidate.since < policy.start_seconds:
+            while self._clock() - joining.since < policy.start_seconds:
                 await asyncio.sleep(policy.probe_seconds)
                 try:
-                    await self._join(candidate.endpoint, await self._ask(candidate.endpoint))
+                    await self._join(joining.endpoint, await self._ask(joining.endpoint))
                     return
                 except EngineError as error:
-                    candidate.reason = _not_yet(str(error))
-            self._log(f"engine {url} does not join: no answer in {policy.start_seconds:g} s; {candidate.reason}")
+                    joining.reason = _not_yet(str(error))
+            self._log(f"engine {url} does not join: no answer in {policy.start_seconds:g} s; {joining.reason}")
         except (UsageError, EngineConflict) as error:
             self._log(f"engine {url} does not join: {error}")
         finally:
-            if self._candidates.get(url) is candidate:
-                del self._candidates[url]
+            if self._joining.get(url) is joining:
+                del self._joining[url]
 
     async def _join(self, endpoint: EngineEndpoint, info: EngineInfo) -> None:
         url = endpoint.url
@@ -193,8 +193,8 @@ class FleetMembership:
         await asyncio.to_thread(check_engines, ProbedFleet(alone, {url: info}), self._config, self._trainer_device)
         check_rollout_engines(self._config, {url: info}, router=alone.data_url)
         self._refuse_member(url)  # meanwhile
-        # First: a member is brought to the run's weights by whichever sync comes next.
-        await self._ownership.admit(endpoint, info)
+        # First: a member is brought to the run's weights by the next sync.
+        await self._leases.admit(endpoint, info)
         self._refuse_member(url)
         takes_weights = self._weights is not None and endpoint.takes_weights
         self._fleet.add_probed(endpoint, info, takes_weights=takes_weights)
@@ -202,19 +202,19 @@ class FleetMembership:
 
     # -- leaving
 
-    async def _leave(self, url: str, departure: _Departure) -> None:
+    async def _leave(self, url: str, draining: _Draining) -> None:
         async with self._lock:
-            departure.ends_at = self._clock() + self._config.deadlines.drain
+            draining.ends_at = self._clock() + self._config.deadlines.close
             if self._fleet.member(url).state not in (State.READY, State.STALE, State.SUSPECT):
                 await self._forget(url, REMOVED)  # it has nothing to finish
-                departure.began.set()
+                draining.began.set()
                 return
             self._fleet.drain(url, REMOVED)
             await self._monitor.carry_out()
-            departure.began.set()
-        await self._drain(url, departure.ends_at)
+            draining.began.set()
+        await self._drain(url, draining.ends_at)
         try:
-            await (self._ownership.release(url) if self._weights is None else self._weights.leave_engine(url))
+            await (self._leases.release(url) if self._weights is None else self._weights.leave_engine(url))
         except EngineError as error:
             self._log(f"leaving {url}: {error}")
         await self._forget(url, REMOVED)
@@ -225,8 +225,8 @@ class FleetMembership:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
         if not left:
             return
-        deadline = self._config.deadlines.drain
-        self._log(f"{url} has not finished its requests within deadlines.drain = {deadline:g} s: they are aborted")
+        deadline = self._config.deadlines.close
+        self._log(f"{url} has not finished its requests within deadlines.close = {deadline:g} s: they are aborted")
         for reason in (await self._plane.abort(at=url)).values():
             self._log(f"aborting requests at {url}: {reason}")
         aborted_at = self._clock()
@@ -234,7 +234,7 @@ class FleetMembership:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
 
     async def _requests_at(self, url: str) -> int:
-        """Behind a router the engine itself is asked: nobody else knows which requests it was given."""
+        """Behind a router the engine itself is asked: only it knows its requests."""
         if self._router is None:
             return self._plane.in_flight_at(url)
         engine = self._fleet.find(url)
@@ -244,28 +244,28 @@ class FleetMembership:
             load = await self._client.load(engine.endpoint)
         except EngineUnreachable:  # it is gone, and with it its requests
             return 0
-        except EngineError:  # it does not tell: until the deadline it may have some
+        except EngineError:  # not reported: until the deadline it may have some
             return 1
         return load.running + load.waiting
 
-    async def _call_back(self, url: str) -> None:
-        """An engine that was told to leave is added again: it stays if it has not begun to leave."""
-        departure = self._departures.pop(url, None)
-        if departure is None:
+    async def _cancel_removal(self, url: str) -> None:
+        """An engine that is leaving is added again: it stays if its drain has not begun."""
+        draining = self._draining.pop(url, None)
+        if draining is None:
             return
-        await _end(departure.task)
-        if departure.ends_at is not None and self._is_member(url):
+        await _end(draining.task)
+        if draining.ends_at is not None and self._is_member(url):
             await self._forget(url, "added again")
 
     async def _forget(self, url: str, reason: str) -> None:
-        self._departures.pop(url, None)
+        self._draining.pop(url, None)
         self._fleet.remove(url, reason)
         await self._monitor.carry_out()
 
     # -- the rest is private
 
     def _refuse_twice(self, url: str) -> None:
-        if url in self._candidates:
+        if url in self._joining:
             raise EngineConflict(f"{url} is an engine of this run already")
         self._refuse_member(url)
 
@@ -276,19 +276,19 @@ class FleetMembership:
     def _is_member(self, url: str) -> bool:
         return self._fleet.find(url) is not None
 
-    def _member_row(self, member: Member, departure: _Departure | None, now: float) -> EngineStatus:
+    def _member_row(self, member: Member, draining: _Draining | None, now: float) -> EngineStatus:
         row: EngineStatus = {
             "url": member.url, "state": member.state.value, "reason": member.reason,
             "since_seconds": round(now - member.since, 1), "takes_weights": member.takes_weights,
             "weight_version": str(member.version) if member.version else None,
         }  # fmt: skip
-        if departure is None:
+        if draining is None:
             return row
-        if departure.ends_at is None:
+        if draining.ends_at is None:
             row["reason"] = "leaves when the weight sync in progress has ended"
-            row["leaves_within_seconds"] = self._config.deadlines.sync_step + self._config.deadlines.drain
+            row["leaves_within_seconds"] = self._config.deadlines.sync + self._config.deadlines.close
             return row
-        left = max(departure.ends_at - now, 0.0)
+        left = max(draining.ends_at - now, 0.0)
         doing = f"{self._plane.in_flight_at(member.url)} requests in flight" if self._router is None else "finishing"
         row["reason"] = f"{REMOVED}; {doing}, at most {left:.0f} s more"
         row["leaves_within_seconds"] = round(left + ABORTED_SECONDS, 1)

@@ -12,7 +12,7 @@ from rltool.engines.fleet.engine_set import EngineSet
 from rltool.errors import RltoolError
 from rltool.rollout.serving.data_plane import DataPlane
 from rltool.rollout.serving.guard import EngineGuard
-from rltool.rollout.serving.lease import LeaseTerms, Ownership
+from rltool.rollout.serving.lease import EngineLeases, LeaseTerms
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.router_members import RouterMembers
 from rltool.rollout.serving.versions import VersionBook
@@ -42,7 +42,7 @@ class EngineHooks:
 
 class PolicyEngines:
     """`start` first, `close` last. found: the engines that the run begins with; engines, book: new ones, without a
-    member. trainer None: nobody sends these engines weights. lease: how they are taken; None: without a lease."""
+    member. trainer None: these engines are sent no weights. lease: how they are taken; None: without a lease."""
 
     def __init__(
         self, config: TrainConfig, found: Engines, engines: EngineSet, book: VersionBook, *, trainer: Trainer | None,
@@ -53,12 +53,12 @@ class PolicyEngines:
         for endpoint in found.endpoints:
             takes_weights = trainer is not None and endpoint.takes_weights
             self.fleet.add_probed(endpoint, found.infos[endpoint.url], takes_weights=takes_weights)
-        self.fleet.take_transitions()  # nobody has to hear that the engines of the beginning are there
-        self.ownership = Ownership(engines, lease, run=book.lineage.run)
+        self.fleet.take_transitions()  # the first engines' joining is no event
+        self.leases = EngineLeases(engines, lease, run=book.lineage.run)
         self.plane = DataPlane(
             engines, router=found.router, requests_per_engine=config.rollout.requests_per_engine,
             deadline=config.deadlines.generate, min_serving=config.engines.min_serving,
-            judge=book if trainer is not None else None, saw_version=self.ownership.saw,
+            judge=book if trainer is not None else None, observed_version=self.leases.observed_version,
         )  # fmt: skip
         router = self._router_members(found.router) if found.router else None
         self.guard = EngineGuard(
@@ -66,23 +66,23 @@ class PolicyEngines:
         )
         self.monitor = FleetMonitor(
             engines, router=router, restart=hooks.restart, on_change=self.plane.changed,
-            saw_version=self.ownership.saw,
+            observed_version=self.leases.observed_version,
         )  # fmt: skip
-        oversight = Oversight(self.monitor, self.ownership, self.guard)
+        oversight = Oversight(self.monitor, self.leases, self.guard)
         self.weights = self._weight_updates(trainer, oversight) if trainer is not None else None
         self.membership = FleetMembership(config, engines, oversight, self.plane, self.weights)
 
     async def start(self) -> None:
         """Take the engines' leases, watch them, and wait for those that are absent. EngineTaken: another run has
         them."""
-        await self.ownership.start()
+        await self.leases.start()
         await self.monitor.carry_out()  # what else the router has goes before the first request
         self.monitor.start()
         for endpoint, why in self._found.absent.items():
             self.membership.expect(endpoint, why)
 
     async def close(self) -> None:
-        await self.ownership.close()
+        await self.leases.close()
         await self.monitor.close()
 
     # -- the rest is private
@@ -103,10 +103,10 @@ class PolicyEngines:
         gpus = SharedGpus(trainer, self._hooks.end) if config.engines.shares_gpus else None
         sync = WeightSync(
             self.engines, trainer, config.weights, check,
-            SyncDeadlines(config.deadlines.sync_step, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
+            SyncDeadlines(config.deadlines.sync, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
         )  # fmt: skip
         comparison = Comparison(
-            self.engines, trainer.ranks, check, deadline=config.deadlines.sync_step, gpus=gpus,
+            self.engines, trainer.ranks, check, deadline=config.deadlines.sync, gpus=gpus,
             described=with_model_config,
         )  # fmt: skip
         return WeightUpdates(

@@ -33,7 +33,7 @@ from rltool.weights.sync_report import SyncReport
 
 MANAGER = "the rollout manager"
 PROGRESS_SECONDS = 15.0
-"""How often a rollout that takes longer says how far it is."""
+"""Seconds between progress lines of a long rollout."""
 INTERRUPT_SECONDS = 30.0
 """For the rollout manager to abort its requests; engines that hang are not waited for longer than it does itself."""
 
@@ -67,7 +67,7 @@ class Rollouts:
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
         self._follow = EndpointsFollow(
             files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
-            say=console.print,
+            log=console.print,
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
         self._actor: Any = RolloutActor.remote(  # whose methods Ray's types do not have
@@ -82,7 +82,7 @@ class Rollouts:
     def start(self) -> None:
         """Read the data, open connections. A signal ends it with StopRequested."""
         summary = self._call(
-            self._actor.start.remote(), self.config.deadlines.batch, "deadlines.batch",
+            self._actor.start.remote(), self.config.deadlines.step, "deadlines.step",
             while_waiting=self._stop.raise_if_requested,
         )  # fmt: skip
         self._started = True
@@ -91,11 +91,13 @@ class Rollouts:
     # -- the loop's calls
 
     def sync_weights(self, step: int) -> dict[str, float]:
-        """Bring the engines to the weights after `step` training steps. Returns weights/* and time/sync_seconds.
+        """Bring the engines to the weights after `step` training steps. Returns weights/* and the seconds of it:
+        time/sync_seconds, and of colocated engines time/offload_seconds beside it and time/wake_seconds within it.
 
         A sync is not interrupted: a stop waits for it, and its own deadlines end it. While there is no engine to sync,
         a signal ends the wait.
         """
+        started = time.perf_counter()
         self._has_gpus = True  # however it ends: the ranks' memory may be away
         report = self._sync(self._actor.sync_weights.remote(step))
         self._synced = step
@@ -103,14 +105,16 @@ class Rollouts:
         if report.failed or newly_connected:
             self.console.print(report.line())
         self._show_events()
-        return report.metrics()
+        turns = {"time/offload_seconds": report.offload, "time/wake_seconds": report.wake} if self._shares_gpus else {}
+        seconds = time.perf_counter() - started - report.offload
+        return {**report.metrics(), **turns, "time/sync_seconds": seconds}
 
     def next_batch(self, step: int) -> SourcedBatch:
         """The batch of `step`, sampled from weights at most rollout.max_staleness training steps old. A signal ends
         it."""
         self._take_gpus()
         rollout: Rollout = self._interruptible(
-            self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.batch, "deadlines.batch"
+            self._actor.next_batch.remote(step), 1.1 * self.config.deadlines.step, "deadlines.step"
         )
         self._show_events()
         if self._dump_dir is not None:
@@ -141,21 +145,26 @@ class Rollouts:
         if not wait and not is_ready(ref):
             return None
         self._evaluation = None
-        found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.evaluate, "deadlines.evaluate")
+        found: Evaluated = self._interruptible(ref, 1.1 * self.config.deadlines.step, "deadlines.step")
         with writing("the evaluation's samples (eval.dump)", self._evals_dir):
             write_evaluated(self._evals_dir, found, self.config, step=step)
         return found.metrics
 
-    def free_gpus(self) -> None:
-        """Colocated engines leave their GPUs to the trainer, until weights are synced next. It is told before whatever
-        the trainer needs its memory for; those that have GPUs of their own keep them."""
+    def free_gpus(self) -> dict[str, float]:
+        """Colocated engines leave their GPUs to the trainer, until weights are synced next. Called before what the
+        trainer needs its memory for; those that have GPUs of their own keep them. Returns time/sleep_seconds and
+        time/onload_seconds where there was something to do."""
         if self._shares_gpus and self._has_gpus:
-            deadlines = self.config.deadlines
+            started, deadlines = time.perf_counter(), self.config.deadlines
             loading = max(group.ready_timeout for group in self.config.engines.groups)
-            seconds = 4 * deadlines.sync_step + loading + deadlines.trainer_call
-            self._call(self._actor.free_gpus.remote(), seconds, "deadlines.sync_step, ready_timeout and trainer_call")
+            seconds = 4 * deadlines.sync + loading + deadlines.step
+            name = "deadlines.sync, ready_timeout and deadlines.step"
+            onload: float = self._call(self._actor.free_gpus.remote(), seconds, name)
             self._has_gpus = False
             self._show_events()
+            asleep = time.perf_counter() - started - onload
+            return {"time/sleep_seconds": asleep, "time/onload_seconds": onload}
+        return {}
 
     def state_dict(self, done: int) -> SourceState:
         return self._call(self._actor.state_dict.remote(done), self.config.deadlines.close, "deadlines.close")
@@ -223,22 +232,22 @@ class Rollouts:
 
     def _sync(self, ref: Any) -> SyncReport:
         """Until a sync has ended. A signal interrupts the rollouts meanwhile, once."""
-        deadlines, told = self.config.deadlines, False
+        deadlines, logged = self.config.deadlines, False
 
         def look(_: float) -> None:
-            nonlocal told
-            if self._stop.requested is not None and not told:
-                told = True
+            nonlocal logged
+            if self._stop.requested is not None and not logged:
+                logged = True
                 self._call(self._actor.interrupt.remote(), INTERRUPT_SECONDS, "interrupting the rollout")
 
-        seconds = 20 * deadlines.sync_step + deadlines.engines
-        return self._call(ref, seconds, "deadlines.sync_step", while_waiting=look)
+        seconds = 20 * deadlines.sync + deadlines.engines
+        return self._call(ref, seconds, "deadlines.sync", while_waiting=look)
 
     def _call(self, ref: Any, deadline: float, name: str, while_waiting: Waiting | None = None) -> Any:
         return get_all([ref], deadline, name, who=[MANAGER], while_waiting=while_waiting)[0]
 
     def _drop(self, ref: Any, deadline: float, name: str) -> None:
-        """A call that was cut off. What it raises says that; unread, Ray would print it as a failure."""
+        """A call that was cut off. Its exception is retrieved here; unread, Ray would print it as a failure."""
         with contextlib.suppress(Exception):
             self._call(ref, deadline, name)
 

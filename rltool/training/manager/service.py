@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.agents.gateway_process import GatewayPlace
+from rltool.algorithms.batch import Put
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
@@ -61,7 +62,7 @@ GUARD_SECONDS = 1.0
 
 
 class RolloutService:
-    """`start` first, `close` last. syncing None: the engines' weights are somebody else's, and their versions are not
+    """`start` first, `close` last. syncing None: the engines' weights are not ours, and their versions are not
     judged."""
 
     def __init__(
@@ -82,7 +83,7 @@ class RolloutService:
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
         self._turns: GpuTurns | None = None
-        self._background = Background(lambda failure: self._say(str(failure)))
+        self._background = Background(lambda failure: self._report(str(failure)))
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
         self._stopping = self._closed = False
@@ -93,7 +94,7 @@ class RolloutService:
     async def start(self) -> str:
         """Read all data, import what the configuration names, open connections. Returns one line on the data.
 
-        UsageError for whatever is wrong there.
+        UsageError for what is wrong there.
         """
         config = self._config
         summary = await asyncio.to_thread(self._load)
@@ -110,10 +111,10 @@ class RolloutService:
         if syncing is not None:
             trainer = Trainer(syncing.ranks, syncing.trainer_device, syncing.directory, vocab_size)
         self._policy = PolicyEngines(
-            config, self._engines, EngineSet(self.fleet, self._client, self._say), self._book, trainer=trainer,
+            config, self._engines, EngineSet(self.fleet, self._client, self._report), self._book, trainer=trainer,
             lease=lease, hooks=hooks,
         )  # fmt: skip
-        self._ownership, self._plane, self._monitor = self._policy.ownership, self._policy.plane, self._policy.monitor
+        self._leases, self._plane, self._monitor = self._policy.leases, self._policy.plane, self._policy.monitor
         self._weights, self._membership = self._policy.weights, self._policy.membership
         self._held = self._evaluation_engines(trainer, hooks)
         policy = PolicyModel(self.tokenizer, vocab_size, require_versions=syncing is not None)
@@ -126,7 +127,7 @@ class RolloutService:
         self._rates = EngineRates(self._client)
         await self._side.start(
             self._client, requests_per_engine=config.rollout.requests_per_engine, deadline=config.deadlines.generate,
-            restarts=self._restarts, log=self._say,
+            restarts=self._restarts, log=self._report,
         )  # fmt: skip
         if self._restarts is not None:
             self._restarts.watch(self.fleet, self._monitor)
@@ -150,13 +151,13 @@ class RolloutService:
         self.tokenizer = inputs.tokenizer
         self._prompts, self._eval_sets = inputs.prompts, inputs.eval_sets
         self._rewards, self._scorer = inputs.rewards, inputs.scorer
-        self._own_metrics = OwnMetrics(self._config.monitor, say=self._say) if self._config.monitor.metrics else None
+        self._own_metrics = OwnMetrics(self._config.monitor, log=self._report) if self._config.monitor.metrics else None
         self._own_rollout = load_rollout(self._config.rollout)
         self._batch_hook = load_batch_hook(self._config.rollout)
         refusal = self._book.refusal if self._syncing else None
         self._judge = SampleJudge(self._vocab_size, AdmissionPolicy.of(self._config), refusal)
         self._generation = Generation(
-            self._config, self._gateway_place, say=self._say,
+            self._config, self._gateway_place, log=self._report,
             refusal=self._book.refusal if self._syncing else lambda _: None,
         )  # fmt: skip
         return inputs.summary
@@ -169,7 +170,7 @@ class RolloutService:
             self._prompts, AdmissionPolicy.of(config), self._work, self._book,
             CollectorConfig(
                 samples_per_prompt=rollout.samples_per_prompt, run_seed=config.seed,
-                group_deadline=config.deadlines.group, batch_deadline=config.deadlines.batch,
+                group_deadline=config.deadlines.group, batch_deadline=config.deadlines.step,
                 max_filtered=rollout.max_filtered_batches * rollout.prompts_per_step,
                 max_failed=max(1, int(rollout.max_failed_fraction * rollout.prompts_per_step)),
                 judges_age=self._syncing is not None,
@@ -182,14 +183,14 @@ class RolloutService:
         if processes is None:
             return None
         policy = RestartPolicy(engines.max_restarts, engines.restart_backoff)
-        return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._say)
+        return EngineRestarts(processes, RestartBudget(policy, clock=self._clock), log=self._report)
 
     def _evaluation_engines(self, trainer: Trainer | None, hooks: EngineHooks) -> EvaluationEngines | None:
         found, syncing = self._engines.evaluation, self._syncing
         if found is None or syncing is None or trainer is None:
             return None
         fleet = Fleet(self.fleet.policy, clock=self._clock)
-        engines = EngineSet(fleet, self._client, log=lambda line: self._say(f"evaluation: {line}"))
+        engines = EngineSet(fleet, self._client, log=lambda line: self._report(f"evaluation: {line}"))
         return EvaluationEngines(
             self._config, found, engines, VersionBook(syncing.lineage), trainer=trainer, lease=syncing.lease,
             hooks=replace(hooks, restart=None),
@@ -202,12 +203,12 @@ class RolloutService:
         policy = Members(self._policy.engines, self._monitor, takes_weights=True)
         others = [Members(m.engines, m.monitor, False, m.from_disk) for m in self._side.started]
         return GpuTurns(
-            trainer, policy, others, restarts, step_seconds=config.deadlines.sync_step,
+            trainer, policy, others, restarts, step_seconds=config.deadlines.sync,
             start_seconds=max(group.ready_timeout for group in config.engines.groups),
         )  # fmt: skip
 
     async def _end_engine(self, url: str, why: str) -> None:
-        assert self._turns is not None, "before there are turns nobody syncs"
+        assert self._turns is not None, "syncs begin after colocation is set up"
         await self._turns.end(url, why)
 
     async def close(self) -> list[str]:
@@ -255,38 +256,37 @@ class RolloutService:
         async with beside(*(plane.abort() for plane in planes)) as aborting:
             await self.collector.interrupt()
             for url, reason in (item for failures in await asyncio.gather(*aborting) for item in failures.items()):
-                self._say(f"aborting requests at {url}: {reason}")
+                self._report(f"aborting requests at {url}: {reason}")
 
     # -- the driver's calls
 
-    async def next_batch(self, step: int) -> Rollout:
+    async def next_batch(self, step: int, put: Put | None = None) -> Rollout:
         """The batch of training step `step`, all of it within the staleness bound. A long poll.
 
         While it waits the ranks are idle, so engines that are STALE are synced meanwhile, at the present version; it
-        returns only when no such sync runs.
+        returns only when no such sync runs. put: takes the values of wide fields; None: they are in the batch.
         """
         self._step = step
         if self._syncing is None:
-            self._book.publish(step)  # nobody syncs: what the engines hold is taken for the present weights
+            self._book.publish(step)  # no syncs: what the engines hold is taken for the present weights
         async with self._weights.stale_engines_meanwhile() if self._weights else nullcontext():
-            collected = await self._ownership.unless_taken(self.collector.next(step))
-        return await self._to_rollout(collected, step)
+            collected = await self._leases.unless_taken(self.collector.next(step))
+        return await self._to_rollout(collected, step, put)
 
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
         assert self._weights is not None
-        if self._turns is not None:
-            await self._turns.to_engines()
+        offload = await self._turns.to_engines() if self._turns is not None else 0.0
         report = await self._weights.update(step)
-        if self._turns is not None:
-            await self._turns.wake_others()
+        wake = await self._turns.wake_others() if self._turns is not None else 0.0
         self.collector.weights_published()
-        return report
+        return replace(report, offload=report.offload + offload, wake=report.wake + wake)
 
-    async def free_gpus(self) -> None:
-        """Colocated engines sleep, and the trainer's ranks have their memory again. The next sync turns that round."""
+    async def free_gpus(self) -> float:
+        """Colocated engines sleep, and the trainer's ranks have their memory again: the seconds of the latter are
+        returned. The next sync turns that round."""
         assert self._turns is not None, "engines with GPUs of their own keep them"
-        await self._turns.to_trainer()
+        return await self._turns.to_trainer()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         """Engines for evaluation alone get the weights after `step` training steps, and hold them through the
@@ -296,15 +296,15 @@ class RolloutService:
 
     async def evaluate(self) -> Evaluated:
         """Every evaluation set, with the same seeds each time."""
-        ownership = self._held.ownership if self._held is not None else self._ownership
+        leases = self._held.leases if self._held is not None else self._leases
         task = self._background.start(self._work.evaluate(self._evals.sets), "evaluate", awaited=True)
         self._evaluations.add(task)
         try:
-            async with asyncio.timeout(self._config.deadlines.evaluate):
-                return await ownership.unless_taken(task)
+            async with asyncio.timeout(self._config.deadlines.step):
+                return await leases.unless_taken(task)
         except TimeoutError as error:
             raise RltoolError(
-                f"the evaluation did not end within deadlines.evaluate = {self._config.deadlines.evaluate:g} s"
+                f"the evaluation did not end within deadlines.step = {self._config.deadlines.step:g} s"
             ) from error
         except asyncio.CancelledError:
             if self._lost is not None:
@@ -375,7 +375,7 @@ class RolloutService:
 
     # -- the rest is private
 
-    def _say(self, line: str) -> None:
+    def _report(self, line: str) -> None:
         self._events.append(line)
         self._log(line)
 
@@ -397,13 +397,13 @@ class RolloutService:
         hook, judge = self._batch_hook, self._judge
         return None if hook is None else lambda samples: changed_batch(hook, samples, judge, step)
 
-    async def _to_rollout(self, collected: Collected, step: int) -> Rollout:
+    async def _to_rollout(self, collected: Collected, step: int, put: Put | None) -> Rollout:
         serving, stats = self.fleet.members(State.READY), self._scorer.take_stats()
         gpus = sum(engine.info.world_size for engine in serving)
         rollout, rates = await asyncio.gather(
             to_rollout(
                 self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,
-                change=self._change(step),
+                change=self._change(step), put=put,
             ),
             self._rates.since_last(serving),
         )

@@ -15,7 +15,7 @@ from rltool.errors import RltoolError
 from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.serving.guard import EngineGuard
-from rltool.rollout.serving.lease import Ownership
+from rltool.rollout.serving.lease import EngineLeases
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.versions import VersionBook
 from rltool.weights.sync import WeightSync
@@ -32,7 +32,7 @@ class Oversight:
     """What watches over the engines of one model: their health, whose they are, whether enough of them are left."""
 
     monitor: FleetMonitor
-    ownership: Ownership
+    leases: EngineLeases
     guard: EngineGuard
 
 
@@ -44,8 +44,8 @@ class WeightUpdates:
         self, engines: EngineSet, oversight: Oversight, sync: WeightSync, comparison: Comparison, book: VersionBook, *,
         check_all: bool, is_stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
-        self._fleet, self._say, self.trainer, self._lock = engines.fleet, engines.log, sync.trainer, sync.trainer.lock
-        self._monitor, self._ownership, self._guard = oversight.monitor, oversight.ownership, oversight.guard
+        self._fleet, self._log, self.trainer, self._lock = engines.fleet, engines.log, sync.trainer, sync.trainer.lock
+        self._monitor, self._leases, self._guard = oversight.monitor, oversight.leases, oversight.guard
         self._sync, self._comparison, self._book = sync, comparison, book
         self._check_all, self._is_stopping = check_all, is_stopping
         self._asked: list[_Asked] = []
@@ -68,14 +68,14 @@ class WeightUpdates:
             if self._is_stopping():
                 raise CollectionInterrupted(f"the sync of step {step} found no engine, and the run is stopping")
         for url, reason in report.failed.items():
-            self._say(f"weights {report.version} did not reach {url}: {reason}")
+            self._log(f"weights {report.version} did not reach {url}: {reason}")
         return report
 
     @asynccontextmanager
     async def stale_engines_meanwhile(self) -> AsyncIterator[None]:
         """Inside the block the ranks are idle: engines that are STALE take the present weights, and comparisons that
         were asked for are made. When it ends, none of these runs any more."""
-        background = Background(lambda failure: self._say(str(failure)))
+        background = Background(lambda failure: self._log(str(failure)))
         background.keep(self._resync_stale(), "engines that are STALE are synced no more")
         try:
             yield
@@ -86,7 +86,7 @@ class WeightUpdates:
 
     async def compare(self, urls: Sequence[str]) -> dict[str, Verdict]:
         """Do these engines hold the present weights? Answered when the ranks are idle next, while the driver waits for
-        a batch. One that does not serve holds others, or nobody knows which."""
+        a batch. One that does not serve holds others, or unknown ones."""
         asked = _Asked(urls, asyncio.get_running_loop().create_future())
         self._asked.append(asked)
         self._wake.set()
@@ -97,14 +97,14 @@ class WeightUpdates:
         try:
             await self._sync.leave_engine(url)
         finally:
-            await self._ownership.release(url)
+            await self._leases.release(url)
 
     async def leave(self) -> Failures:
         """At the end of the run, see WeightSync.leave."""
         for asked in self._asked:
             asked.settle(RltoolError("the run ended before its trainer was idle, so no weights were compared"))
         async with self._lock:
-            return await self._sync.leave(ceded=self._ownership.ceded)
+            return await self._sync.leave(lost=self._leases.lost)
 
     # -- the rest is private
 
@@ -113,12 +113,12 @@ class WeightUpdates:
         async with self._lock:
             version = self._book.begin(step)
             try:
-                report = await self._ownership.synced(partial(self._sync.sync, version, check_all=self._check_all))
+                report = await self._leases.synced(partial(self._sync.sync, version, check_all=self._check_all))
             except WeightSyncFailed as error:
                 if error.values_differ and not may_differ:
                     raise
                 self._differed = error.values_differ
-                self._say(str(error))
+                self._log(str(error))
                 return None
             finally:
                 await self._monitor.carry_out()
@@ -137,11 +137,11 @@ class WeightUpdates:
             async with self._lock:
                 version = self._book.lineage.version(self._book.published)
                 try:
-                    report = await self._ownership.synced(partial(self._sync.sync, version, only=stale))
-                    self._say(report.line())
+                    report = await self._leases.synced(partial(self._sync.sync, version, only=stale))
+                    self._log(report.line())
                     failed = bool(report.failed)
                 except Exception as error:  # of a rank: the driver meets it by itself
-                    self._say(str(error) if isinstance(error, RltoolError) else f"{type(error).__name__}: {error}")
+                    self._log(str(error) if isinstance(error, RltoolError) else f"{type(error).__name__}: {error}")
                     failed = True
                 finally:
                     await self._monitor.carry_out()
@@ -168,13 +168,13 @@ def _not_serving(member: Member) -> Verdict:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A comparison that somebody waits for."""
+    """A comparison that a caller waits for."""
 
     urls: Sequence[str]
     answer: asyncio.Future[dict[str, Verdict]]
 
     def settle(self, outcome: dict[str, Verdict] | Exception) -> None:
-        if self.answer.done():  # nobody waits any more
+        if self.answer.done():  # no caller waits any more
             return
         if isinstance(outcome, Exception):
             self.answer.set_exception(outcome)

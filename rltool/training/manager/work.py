@@ -56,7 +56,7 @@ class Planes:
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """The model that the engines serve. require_versions: whether a completion must bear its weights' versions."""
+    """The model that the engines serve. require_versions: whether a completion must have its weights' versions."""
 
     tokenizer: Tokenizer
     vocab_size: int

@@ -1,4 +1,4 @@
-"""What a living run has measured lately, for whoever asks the driver's endpoint: `rltool top`, and Prometheus."""
+"""A living run's latest measurements, at the driver's endpoint for `rltool top`, and Prometheus."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class LiveMetrics:
 
     def exposition(self, status: RunStatus) -> str:
         """The newest value of every metric and the run's state, in Prometheus' text format. status: {} where the run
-        does not say."""
+        has none."""
         newest: dict[str, float] = {}
         with self._lock:
             for _, metrics in self._records:

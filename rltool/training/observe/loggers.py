@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from rltool.config.import_path import load_callable
-from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.config.sections import MonitorConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import RunDirectory
 from rltool.report.run_files import flatten
@@ -56,7 +57,7 @@ class WandbLogger:
     """A run of Weights & Biases with the id of ours, so that a resumed run goes on in it.
 
     W&B's own step only rises and begins at 0; ours begins at -1, and is done again after a resume. So `step` is logged
-    as a metric, and the charts are told to use it as their axis.
+    as a metric, and the charts use it as their axis.
     """
 
     def __init__(self, project: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
@@ -76,7 +77,7 @@ class WandbLogger:
 
 
 class MlflowLogger:
-    """A run of MLflow that bears our run's id as a tag, by which a resumed run finds it. `eval/x/pass@4` is
+    """A run of MLflow that has our run's id as a tag, by which a resumed run finds it. `eval/x/pass@4` is
     `eval/x/pass_4` there."""
 
     def __init__(self, experiment: str, run: RunDirectory, config: Mapping[str, Any]) -> None:
@@ -93,7 +94,7 @@ class MlflowLogger:
             return
         self._id = self._client.create_run(experiment_id, run_name=run.name, tags={RUN_TAG: run.run_id}).info.run_id
         params = [Param(_mlflow_name(key), str(value)[:MLFLOW_LONGEST]) for key, value in config.items()]
-        for start in range(0, len(params), 100):  # so many its server takes in one request
+        for start in range(0, len(params), 100):  # the server's limit for one request
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -132,7 +133,7 @@ def own_logger(path: str, run: LoggedRun) -> MetricLogger:
 
 
 def _started(setting: str, value: str, start: Callable[[], T]) -> T:
-    """UsageError for whatever a package, its server or a user's code raises."""
+    """UsageError for what a package, its server or a user's code raises."""
     try:
         return start()
     except UsageError:

@@ -45,18 +45,18 @@ class MetricsWriter:
         for logger in list(self._loggers):
             try:
                 logger.log(step, finite)
-            except Exception as error:  # whatever a client library raises when its server has gone
+            except Exception as error:  # a client library may raise anything when its server has gone
                 self._loggers.remove(logger)
                 self._failed(logger, "failed and gets nothing more", error)
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self._console.print(text)
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:  # what could not be written before is tried once more
-            self.say(f"{self._file.name} lacks its last record: {error.strerror or error}")
+            self.log(f"{self._file.name} lacks its last record: {error.strerror or error}")
         if self._was_removed:
             self._warn(f"{self._file.name} was removed during the run: it lacks the steps before that")
         for logger in self._loggers:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from rltool.engines.dialects.memory_flags import memory_flag
+from rltool.engines.dialects.memory_flags import memory_flag, shares_memory
 from rltool.engines.launch.plan import describe_plan
 from rltool.terminal import Console
 from rltool.training.checks.preflight import describe_engines, describe_fleet
@@ -71,11 +71,14 @@ def describe_turns(plan: PlacementPlan) -> list[str]:
     if not plan.shares_gpus or plan.device == "cpu":
         return []
     groups = {slot.group.name: slot.group for slot in plan.slots if slot.group.role != "placeholder"}
-    return [
-        f"group {name}: on the trainer's GPUs, asleep while it trains; awake {memory_flag(group)} (engines.groups: "
-        "flags), beside the trainer's parameters"
+    lines = [
+        f"group {name}: on the trainer's GPUs, asleep while it trains; awake "
+        f"{memory_flag(shares_memory(group, 0, in_turns=True))} (engines.groups: flags), beside the trainer's "
+        "parameters"
+        + (f"; {group.engines_per_gpu} engines on each GPU" if group.engines_per_gpu > 1 else "")
         for name, group in groups.items()
     ]
+    return [*lines, *plan.memory]
 
 
 def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> None:
@@ -98,7 +101,7 @@ def print_outcome(prepared: Prepared, outcome: Outcome, console: Console) -> Non
 def _how_it_ended(outcome: Outcome) -> str:
     if outcome.gave_up:
         return (
-            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was given up"
+            f"stopped by {outcome.stopped_by} after step {outcome.step}; the training on the next rollout was dropped"
         )
     if outcome.parameter_hash is None:
         saved = "no checkpoint was written" if outcome.checkpoint is None else "its newest checkpoint stands"

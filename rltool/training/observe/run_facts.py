@@ -1,4 +1,4 @@
-"""What a report says of a run beside its settings: when it started, on what, which model of which size."""
+"""A report's facts about a run beside its settings: when it started, on what, which model of which size."""
 
 from __future__ import annotations
 

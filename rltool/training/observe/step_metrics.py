@@ -8,7 +8,7 @@ from collections.abc import Mapping
 def step_speed(metrics: Mapping[str, float], *, tokens: int, ranks: int) -> dict[str, float]:
     """metrics: of a finished step; tokens: of its batch, prompts included; ranks: of the trainer, one a GPU.
 
-    time/non_generation_seconds is the part of the step in which nobody waited for samples to come: in a synchronous run
+    time/non_generation_seconds is the part of the step not spent waiting for samples: in a synchronous run
     the engines' idle time.
     """
     found: dict[str, float] = {}

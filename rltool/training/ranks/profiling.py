@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.config.sections import MonitorConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 
 
@@ -48,12 +49,12 @@ class StepRecording:
     """Starts and ends the recordings around the steps that were asked for."""
 
     def __init__(
-        self, config: MonitorConfig, trainer: RecordedTrainer, directory: Path, say: Callable[[str], None]
+        self, config: MonitorConfig, trainer: RecordedTrainer, directory: Path, log: Callable[[str], None]
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._directory = directory
-        self._say = say
+        self._log = log
         self._profiling = False
         self._last = 0
 
@@ -85,4 +86,4 @@ class StepRecording:
             self._told("profile", self._trainer.stop_profile(self._directory, name))
 
     def _told(self, what: str, paths: list[Path]) -> None:
-        self._say(f"{what}: {', '.join(map(str, paths))}")
+        self._log(f"{what}: {', '.join(map(str, paths))}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -17,16 +17,21 @@ from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.training.cluster.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.ranks.sharding import Sharder
-from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
 from rltool.weights.send.sender import SendReport
 from rltool.weights.transport import Receiver, Rendezvous
+
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
 
 
 class RankHandles:
     """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them; plan: of what they
     send."""
 
-    def __init__(self, handles: Sequence[Any], coordinates: Sequence[Any], sharder: Sharder, plan: ExportPlan) -> None:
+    def __init__(
+        self, handles: Sequence[Any], coordinates: Sequence[Coordinates], sharder: Sharder, plan: ExportPlan
+    ) -> None:
         self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
         self.plan = plan
         self._senders: dict[str, list[int]] = {}  # of each engine, the ranks that have hosted it

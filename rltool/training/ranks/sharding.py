@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.train import TrainConfig
 from rltool.models.registry import family_for, read_hf_config
+
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
 
 
 @dataclass(frozen=True)
@@ -25,11 +29,11 @@ class Shards:
         batch = self.batch.for_ranks()
         return [batch.micro_batch(samples) for samples in self.plan[dp_rank]]
 
-    def in_order(self, coordinates: Sequence[Any], results: Sequence[list[Tensor] | None]) -> Tensor:
+    def in_order(self, coordinates: Sequence[Coordinates], results: Sequence[list[Tensor] | None]) -> Tensor:
         """[T, ...] of the global batch from each rank's [tokens, ...] per micro-batch; None from ranks that hand
         nothing back.
 
-        coordinates: megatron.runtime.Coordinates of each rank.
+        coordinates: of each rank.
         """
         given = next(values for result in results if result is not None for values in result)
         out = given.new_zeros(len(self.batch.tokens), *given.shape[1:])
@@ -45,6 +49,21 @@ class Shards:
                     out[starts[i] : starts[i] + size] = values[at : at + size]
                     at += size
         return out
+
+    def wide_in_order(self, coordinates: Sequence[Any], results: Sequence[list[Wide] | None]) -> Wide:
+        """Of the global batch, likewise, from each rank's of its micro-batches. What was put stays where it is."""
+        names: tuple[str, ...] = ()
+        blocks: list[Any] = []
+        places = torch.zeros(self.batch.num_samples, 2, dtype=torch.int64)
+        for place, result in zip(coordinates, results, strict=True):
+            if result is None:
+                continue
+            for samples, wide in zip(self.plan[place.dp_rank], result, strict=True):
+                if samples:
+                    names = wide.names
+                    places[samples] = wide.places + torch.tensor([len(blocks), 0])
+                    blocks += wide.blocks
+        return Wide(names, tuple(blocks), places)
 
 
 class Sharder:

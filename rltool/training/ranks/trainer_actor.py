@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import ray
 from torch import Tensor
 
-from rltool.algorithms.batch import TrainBatch, Weights
+from rltool.algorithms.batch import TrainBatch, Weights, Wide, fetched
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from rltool.megatron.critic import Critic
     from rltool.megatron.profiling import Recorder
     from rltool.megatron.runtime import Coordinates
-    from rltool.megatron.topk_head import TopK
     from rltool.megatron.trained import TrainedModel
     from rltool.megatron.trainer import MegatronTrainer
 
@@ -55,10 +54,10 @@ class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
-    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None) -> None:
+    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False) -> None:
+        """stays: its memory is on its GPU also while colocated engines are awake."""
         redirect_output(log_file)
-        self.config = config
-        self.rank = rank
+        self.config, self.rank, self.stays = config, rank, stays
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
@@ -70,7 +69,7 @@ class TrainerActor:
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just
         now)."""
-        # In a local cluster Ray still names the host's outer address, whatever it was given; the ranks have no business
+        # In a local cluster Ray still names the host's outer address, regardless of options; the ranks have no business
         # there.
         node = "127.0.0.1" if self.config.ray.address is None else ray.util.get_node_ip_address()
         held = reserve_ports(1, host=node)
@@ -139,25 +138,33 @@ class TrainerActor:
             self._load_teacher()
         return load_checkpoint(self._here.trainer, directory, critic=self._here.critic)
 
-    # -- training
+    # -- training: micro-batches come with references to their wide fields, which are read here
+
+    def warm_up(self) -> None:
+        self._here.trainer.warm_up()
 
     def compute_logprobs(self, micro_batches: list[TrainBatch], weights: Weights = "policy") -> list[Tensor] | None:
-        return self._here.trainer.compute_logprobs(micro_batches, weights=weights)
+        return self._here.trainer.compute_logprobs(fetched(micro_batches, ray.get), weights=weights)
 
     def compute_logprobs_and_entropies(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
-        return self._here.trainer.compute_logprobs_and_entropies(micro_batches)
+        return self._here.trainer.compute_logprobs_and_entropies(fetched(micro_batches, ray.get))
 
-    def compute_teacher_topk(self, micro_batches: list[TrainBatch]) -> list[TopK] | None:
-        return self._here.trainer.compute_teacher_topk(micro_batches)
+    def compute_teacher_fields(self, micro_batches: list[TrainBatch]) -> list[Wide] | None:
+        """Of each micro-batch; the values stay in the object store, for the ranks."""
+        found = self._here.trainer.compute_teacher_topk(fetched(micro_batches, ray.get))
+        if found is None:
+            return None
+        return [Wide.cut(values, batch.lengths, ray.put) for values, batch in zip(found, micro_batches, strict=True)]
 
     def train_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self._here.trainer.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        batches = fetched(micro_batches, ray.get)
+        return self._here.trainer.train_step(batches, global_loss_tokens=global_loss_tokens)
 
     def forward_backward(
         self, micro_batches: list[TrainBatch], global_loss_tokens: int, on_policy: bool
     ) -> tuple[list[Tensor] | None, dict[str, float]]:
-        trainer = self._here.trainer
-        return trainer.forward_backward(micro_batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
+        trainer, batches = self._here.trainer, fetched(micro_batches, ray.get)
+        return trainer.forward_backward(batches, global_loss_tokens=global_loss_tokens, on_policy=on_policy)
 
     def optimizer_step(self) -> dict[str, float]:
         return self._here.trainer.optimizer_step()
@@ -169,10 +176,10 @@ class TrainerActor:
         self._here.trainer.update_reference()
 
     def compute_values(self, micro_batches: list[TrainBatch]) -> list[Tensor] | None:
-        return self._critic.compute_values(micro_batches)
+        return self._critic.compute_values(fetched(micro_batches, ray.get))
 
     def critic_step(self, micro_batches: list[TrainBatch], global_loss_tokens: int) -> dict[str, float]:
-        return self._critic.train_step(micro_batches, global_loss_tokens=global_loss_tokens)
+        return self._critic.train_step(fetched(micro_batches, ray.get), global_loss_tokens=global_loss_tokens)
 
     def parameter_hash(self) -> str:
         """Of the policy; with a critic, of both."""
@@ -184,8 +191,12 @@ class TrainerActor:
     # -- memory that engines on the same GPUs take in turns
 
     def offload(self, parts: Sequence[Part]) -> None:
-        """Between two steps: gradients are of no use then, and zeros need no room on the host."""
+        """Between two steps: gradients are of no use then, and zeros need no room on the host. Of ranks that stay only
+        what torch has cached."""
         for model in self._models():
+            if self.stays:
+                model.give_back(parts)
+                continue
             if "gradients" in parts and "gradients" not in model.away:
                 model.discard_gradients()
             model.offload(parts)
@@ -211,7 +222,7 @@ class TrainerActor:
 
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
-        everywhere = self._here.sender.gathers_everywhere(urls)
+        everywhere = self._here.sender.needs_all_ranks(urls)
         stream = self._here.trainer.export_weights(everywhere=everywhere)
         held = self._here.trainer.export_bytes(everywhere=everywhere)
         return self._here.sender.send(stream, version, urls, stream_bytes=held)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -24,9 +24,12 @@ from rltool.training.ranks.rank_handles import RankHandles
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor
 
+if TYPE_CHECKING:
+    from rltool.megatron.runtime import Coordinates
+
 
 class TrainerGroup:
-    """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.trainer_call."""
+    """All ranks of one trainer. Methods return when every rank has answered, each within deadlines.step."""
 
     def __init__(
         self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
@@ -48,12 +51,14 @@ class TrainerGroup:
                     group, placement_group_bundle_index=order[rank] if order is not None else rank
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
-            self.ranks.append(TrainerActor.options(**options).remote(config, rank, log_file))
-        self.coordinates: list[Any] = []
+            actor = TrainerActor.options(**options)
+            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay))
+        self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
-        self.take_gpus: Callable[[], None] = lambda: None
-        """Called before whatever needs the ranks' memory on their devices: colocated engines leave them then."""
+        self.take_gpus: Callable[[], dict[str, float]] = dict[str, float]
+        """Called before what needs the ranks' memory on their devices: colocated engines leave them then. Returns the
+        seconds of it, as metrics."""
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
@@ -86,12 +91,15 @@ class TrainerGroup:
 
     def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """`logprobs` of the policy, and the entropy of its distribution at every token, in nats: [T] float32 each."""
-        return self._pairs(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
+        return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
 
-    def teacher_topk(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
-        """The teacher's algorithm.distill_top_k most probable tokens at each token with a loss: ids [T, K] int32 and
-        log-probabilities [T, K] float32, 0 elsewhere."""
-        return self._pairs(batch, lambda rank, part: rank.compute_teacher_topk.remote(part))
+    def with_teacher_fields(self, batch: TrainBatch) -> TrainBatch:
+        """The batch with what the loss needs of the teacher's distribution: algorithm.distill_top_k tokens and their
+        log-probabilities at each token with a loss, by reference."""
+        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_teacher_fields.remote(part))
+        return batch.replace(wide=(*batch.wide, shards.wide_in_order(self.coordinates, results)))
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on a global batch; its loss_weights must be normalised over it. Metrics are the same on
@@ -135,9 +143,14 @@ class TrainerGroup:
     def parameter_hash(self) -> str:
         return self._compute(lambda rank: rank.parameter_hash.remote())[0]
 
-    def offload(self) -> None:
-        """All of the ranks' memory off their devices, for engines that are about to be started there."""
-        self._all(lambda rank: rank.offload.remote(PARTS))
+    def warm_up(self, while_waiting: Waiting | None = None) -> None:
+        """Compile what a step needs. Changes no state."""
+        self._get([rank.warm_up.remote() for rank in self.ranks], while_waiting)
+
+    def offload(self, while_waiting: Waiting | None = None) -> None:
+        """All of the ranks' memory off their devices, for engines that are about to be started there; where both have
+        room (PlacementPlan.ranks_stay), what the ranks do not need between two steps."""
+        self._get([rank.offload.remote(PARTS) for rank in self.ranks], while_waiting)
 
     def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
         """The cut, and per data-parallel rank a reference to its micro-batches."""
@@ -152,22 +165,14 @@ class TrainerGroup:
         pairs = zip(self.ranks, self.coordinates, strict=True)
         return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
 
-    def _pairs(
-        self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]
-    ) -> tuple[Tensor, Tensor]:
-        """Of ranks that give two values a token for each micro-batch."""
-        shards, results = self._on_shards(batch, call)
-        first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
-        return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
-
     # -- saving
 
     def save_checkpoint(
-        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes]
+        self, directory: Path, extra: dict[str, Any], metrics: dict[str, float], files: dict[str, bytes] | ray.ObjectRef
     ) -> None:
-        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`.
-        SaveFailed."""
-        contents = ray.put(files)
+        """Returns when the state is copied (checkpoint.async_save), or when all is written; then ask `saved`. files: as
+        in SourceState. SaveFailed."""
+        contents = files if isinstance(files, ray.ObjectRef) else ray.put(files)
         self._compute(lambda rank: rank.save_checkpoint.remote(directory, extra, metrics, contents))
 
     def saved(self, *, wait: bool) -> Saved | None:
@@ -211,10 +216,10 @@ class TrainerGroup:
         return self._get([call(rank) for rank in self.ranks])
 
     def _get(self, refs: Sequence[ray.ObjectRef], while_waiting: Waiting | None = None) -> list[Any]:
-        deadline = self.config.deadlines.trainer_call
+        deadline = self.config.deadlines.step
         try:
             return get_all(
-                refs, deadline, "deadlines.trainer_call", who=rank_names(len(refs)), while_waiting=while_waiting,
+                refs, deadline, "deadlines.step", who=rank_names(len(refs)), while_waiting=while_waiting,
                 lag=self.config.trainer.rendezvous_timeout,
             )  # fmt: skip
         except DeadlinePassed as error:  # a rank that hangs will not save either

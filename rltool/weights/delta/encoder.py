@@ -35,7 +35,7 @@ class Part:
 class DeltaEncoder:
     """`begin`, `add` for each bucket, and `finish` come from one thread; what they have made is read from others.
 
-    anchor_every: versions from one that goes whole to everybody to the next; kept: so many parts are there at a time,
+    anchor_every: versions from one that goes whole to every engine to the next; kept: parts that exist at a time,
     the newest: readers are no further behind.
     """
 
@@ -54,7 +54,7 @@ class DeltaEncoder:
 
     @property
     def base(self) -> Held | None:
-        """Whoever holds it can take patches of the version that was begun; None: everybody needs all of it."""
+        """A holder of it can take patches of the version that was begun; None: every engine needs all of it."""
         return self._open.base
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:

@@ -96,7 +96,7 @@ class DeltaWriter:
         pending.shards += 1
 
     def finish(self) -> Published:
-        """The manifest, which makes the version exist; then what nobody needs is deleted. Raises StoreError."""
+        """The manifest, which makes the version exist; then what is no longer needed is deleted. Raises StoreError."""
         pending, self._pending = self._pending, None
         assert pending is not None and pending.shards == len(self._buckets), "not all buckets were added"
         manifest = pending.manifest(self._put_model_files(pending.version) if pending.with_anchor else {})

@@ -12,7 +12,7 @@ from rltool.errors import RltoolError
 from rltool.weights.transport import SenderTransport
 
 LATE_SECONDS = 1.0
-"""What a call may take beyond its deadline: the transport's own error, which says more of the cause, comes first."""
+"""What a call may take beyond its deadline: the transport's own error, which is nearer to the cause, comes first."""
 
 CLOSE_SECONDS = 5.0
 """For a transport to close, which frees its port for the next one."""
@@ -39,7 +39,7 @@ def _ended() -> None: ...
 
 class Channel:
     """Calls run in order. The first one that fails, takes too long or is aborted ends the channel: no other runs, and
-    whoever waits for one is let go at once, even where the thread is still blocked in it.
+    a waiter is released at once, even where the thread is still blocked in it.
 
     shared: it serves several engines. failure: why the channel has ended; None: it has not.
     """
@@ -74,7 +74,7 @@ class Channel:
                 first = self._unfinished[0] if self._unfinished else call
             began = first.began or time.monotonic()
             if not first.ended.wait(max(0.0, began + first.seconds + LATE_SECONDS - time.monotonic())):
-                self.fail(f"{first.what}: it took longer than deadlines.bucket = {first.seconds:g} s")
+                self.fail(f"{first.what}: it took longer than {first.seconds:g} s, a quarter of deadlines.sync")
         if self._bug is not None:
             raise self._bug
 

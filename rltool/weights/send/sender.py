@@ -56,10 +56,10 @@ class SendReport:
 
 class WeightSender:
     """Lives in each trainer rank. One call at a time; `abort` and `ready` alone may come from other threads, at any
-    time. What one rank is told, all are told, in the same order.
+    time. All ranks get the same calls, in the same order.
 
     plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
-    (deadlines.bucket); model_files, gpu: see SenderOptions.
+    (DeadlinesConfig.bucket); model_files, gpu: see SenderOptions.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class WeightSender:
         self._encoder = DeltaEncoder(anchor_every=config.anchor_every, kept=BUFFERS) if sends_patches else None
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
-        """Open a connection for each of these engines that this rank sends to, listening from now on, and say where it
-        is, by URL; where that fails, `join` says why. Connections with others stay. directory: of this run alone, for
+        """Open a connection for each of these engines that this rank sends to, listening from now on; returns where it
+        is, by URL; where that fails, `join` has why. Connections with others stay. directory: of this run alone, for
         transports that leave files."""
         options = SenderOptions(
             group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu,
@@ -129,7 +129,7 @@ class WeightSender:
                 memory += self._feed(stream, version, channels, encoder)
             else:
                 drain(stream)
-        except BaseException as error:  # of the stream: the engines' peers are to be told, not to wait
+        except BaseException as error:  # of the stream: the engines' peers must not wait
             for channel in channels:
                 channel.fail(f"the trainer failed: {type(error).__name__}: {error}")
             if isinstance(error, Exception):
@@ -143,8 +143,8 @@ class WeightSender:
         patch_bytes = encoder.patch_bytes if encoder is not None else None
         return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory)
 
-    def gathers_everywhere(self, urls: Collection[str]) -> bool:
-        """Whether every rank needs the tensors, to send them to these engines. All ranks say the same, whatever has
+    def needs_all_ranks(self, urls: Collection[str]) -> bool:
+        """Whether every rank needs the tensors, to send them to these engines. The same on all ranks, whatever has
         failed on one of them: producing the stream is a collective."""
         return not self._by_every_rank.isdisjoint(urls)
 
@@ -160,7 +160,7 @@ class WeightSender:
         return None
 
     def abort(self, urls: Collection[str], reason: str) -> None:
-        """End what is under way to these engines, which have failed: nobody waits for them any more. An engine that
+        """End what is in flight to these engines, which have failed: no one waits for them any more. An engine that
         shares its sender with others has nothing of its own to end."""
         for url in urls:
             channel = self._channels.get(url)

@@ -48,6 +48,6 @@ def end_in_order(
     submit: Callable[[Channel, Callable[[], object]], Call],
 ) -> None:
     """Their buffers are free when they have ended. One whose channel has failed by now may still read its buffer, which
-    that says too."""
+    is returned too."""
     for channel, sending, takers in behind:
         takers.append((channel, submit(channel, sending.end)))

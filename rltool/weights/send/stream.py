@@ -24,7 +24,7 @@ def fill_buckets(
 
     take: size -> memory for a bucket, [size] uint8, asked for when its first tensor is there. The stream is drained to
     its end on every rank. Raises WeightStreamError for a tensor of another name, dtype or shape than announced, or for
-    too few or too many. Copies to pinned memory may still be under way: see BucketBuffers.filled.
+    too few or too many. Copies to pinned memory may still be in progress: see BucketBuffers.filled.
     """
     source = iter(stream)
     for bucket in buckets:

@@ -2,7 +2,7 @@
 
 For engines on other hosts and clouds: trainer and engine need no connection but the store and the engine's HTTP port.
 rltool's vLLM plugin fetches by itself when it is asked to; beside an SGLang server `rltool engines follow-weights`
-rebuilds a directory, and reports in the store what the server can be told to load.
+rebuilds a directory, and reports in the store what the server can load.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class DeltaSender(SenderTransport):
         self._joined.finish()
 
     def abort(self, reason: str) -> None:
-        """A write cannot be ended; nobody reads a version without its manifest."""
+        """A write cannot be ended; a version without its manifest is never read."""
 
     def close(self) -> None:
         self._writer = None  # and the copy of the weights that it holds

@@ -64,18 +64,18 @@ class DeltaGroupSender(SenderTransport):
     def send(self, bucket: Bucket, flat: Tensor) -> _Sent:
         part = self._encoder.part(self._shard)
         if part is None:
-            raise TransportError("this connection is given up, and the others have gone on")
+            raise TransportError("this connection was aborted, and the others have gone on")
         if self._wholes is None:
-            self._say(Kind.PATCH, flat_of(part.patch))
+            self._send(Kind.PATCH, flat_of(part.patch))
         else:
-            self._say(Kind.WHOLE, flat)
+            self._send(Kind.WHOLE, flat)
             self._wholes[self._shard] = part.whole
         self._shard += 1
         return _Sent()
 
     def finish(self) -> None:
         manifest = self._encoder.manifest(self._wholes)
-        self._say(Kind.MANIFEST, flat_of(manifest.to_json()))
+        self._send(Kind.MANIFEST, flat_of(manifest.to_json()))
         self._held = manifest.held
 
     def abort(self, reason: str) -> None:
@@ -84,7 +84,7 @@ class DeltaGroupSender(SenderTransport):
     def close(self) -> None:
         self._group.close()
 
-    def _say(self, kind: Kind, flat: Tensor) -> None:
+    def _send(self, kind: Kind, flat: Tensor) -> None:
         self._largest = max(self._largest, flat.numel())
         for each in (header(kind, flat.numel()), flat):
             bucket = (TensorMeta("message", "uint8", (each.numel(),)),)

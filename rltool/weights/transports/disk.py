@@ -102,7 +102,7 @@ class DiskSender(SenderTransport):
         remove_old_versions(directory, self._version.split(":")[0])
 
     def abort(self, reason: str) -> None:
-        """A write cannot be ended; nobody reads what it leaves."""
+        """A write cannot be ended; what it leaves is never read."""
 
     def close(self) -> None: ...
 
@@ -115,7 +115,7 @@ class DiskSender(SenderTransport):
 def remove_old_versions(written: Path, run_id: str) -> None:
     """Delete all but the newest VERSIONS_KEPT version directories of this run, and the one that was just written.
 
-    Only names that this run's versions have are touched: what else lies there is somebody else's.
+    Only names that this run's versions have are touched: other files there are not ours.
     """
     mine = re.compile(rf"{re.escape(run_id)}-(\d+)-(\d+)")
     siblings = written.parent.iterdir()

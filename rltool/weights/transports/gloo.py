@@ -72,7 +72,7 @@ class GlooSender(SenderTransport):
     def finish(self) -> None: ...
 
     def abort(self, reason: str) -> None:
-        # The group stays: its destructor waits for a broadcast that is under way, and holds the GIL meanwhile.
+        # The group stays: its destructor waits for a broadcast in flight, and holds the GIL meanwhile.
         self._aborted = reason
 
     def close(self) -> None:

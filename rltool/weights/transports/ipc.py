@@ -1,7 +1,7 @@
 """ipc: to engines on the trainer's own GPUs, each worker out of memory of the rank that is on its GPU.
 
 A rank has one buffer for each engine, as large as the largest bucket, and exports it once. A bucket is copied into it,
-the rollout manager tells the engine so, and when that has taken it the buffer is filled anew: the next bucket is
+the rollout manager notifies the engine, and when that has taken it the buffer is filled anew: the next bucket is
 gathered meanwhile. NCCL is no way: it joins no two processes on one GPU.
 """
 
@@ -24,8 +24,7 @@ from rltool.weights.transports.sglang_tensors import serialized_bucket
 
 
 class IpcSender(SenderTransport):
-    """The channel's thread fills the buffer, and waits for what `ready` is
-    told."""
+    """The channel's thread fills the buffer, and waits for `ready`."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
         self.device = options.device
@@ -69,7 +68,7 @@ class IpcSender(SenderTransport):
         self._wait_for(lambda: self._taken == self._filled, seconds, "the engine did not take a bucket")
 
     def finish(self) -> None:
-        """Every bucket was taken: nobody may find this version here when it is sent once more."""
+        """Every bucket was taken: the version is not to be found here when it is sent once more."""
         with self._changed:
             self._version = None
 
@@ -86,7 +85,7 @@ class IpcSender(SenderTransport):
 
     def abort(self, reason: str) -> None:
         with self._changed:
-            self._given_up = self._given_up or reason or "given up"
+            self._given_up = self._given_up or reason or "aborted"
             self._changed.notify_all()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's end of a connection over NCCL, whatever the engine: rank 0 of one communicator with its workers."""
+"""The trainer's end of a connection over NCCL, for every engine: rank 0 of one communicator with its workers."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from rltool.engines.types import Bucket, EngineInfo
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, TransportError
 
 COMPLETE_SECONDS = 5.0
-"""For each bucket that an engine still waits for when its sync is given up: an engine that lives takes it at once."""
+"""For each bucket that an engine still waits for when its sync is aborted: a living engine takes it at once."""
 
 
 class NcclSender(SenderTransport):
-    """Subclasses say where the engine finds the unique id, and when its ranks join.
+    """Subclasses define where the engine finds the unique id, and when its ranks join.
 
     A worker that waits for a broadcast which never comes cannot be interrupted from outside, and an engine with such a
-    worker has to be restarted. So a sync that is given up is completed first, with whatever is in a buffer, and fails
+    worker has to be restarted. So an aborted sync is completed first, with any bytes, and fails
     all the same: the engine lives, and the trainer does not let it finish that update.
     """
 
@@ -35,7 +35,7 @@ class NcclSender(SenderTransport):
         self._unique_id = b""
         self._communicator: nccl.Communicator | None = None
         self._owed: deque[Bucket] = deque()
-        self._under_way: deque[nccl.Work] = deque()
+        self._in_flight: deque[nccl.Work] = deque()
         self._given_up = ""
 
     @property
@@ -84,20 +84,20 @@ class NcclSender(SenderTransport):
     def send(self, bucket: Bucket, flat: Tensor) -> Sent:
         self._go_on()
         if flat.numel():
-            self._under_way.append(self._live().broadcast(flat))
+            self._in_flight.append(self._live().broadcast(flat))
         self._owed.popleft()
         return Sent(self, anything=flat.numel() > 0)
 
     def sent(self, seconds: float) -> None:
-        """Wait for the bucket that went out first of those under way; not any longer when the sync is given up."""
-        self._under_way[0].wait(seconds, check=self._go_on)
-        self._under_way.popleft()
+        """Wait for the bucket that went out first of those in flight; no longer once the sync is aborted."""
+        self._in_flight[0].wait(seconds, check=self._go_on)
+        self._in_flight.popleft()
 
     def finish(self) -> None:
         """Every broadcast has been waited for."""
 
     def abort(self, reason: str) -> None:
-        self._given_up = reason or "given up"
+        self._given_up = reason or "aborted"
         communicator = self._communicator
         if communicator is not None and not self._is_awaited():
             communicator.abort(self._given_up)
@@ -109,12 +109,12 @@ class NcclSender(SenderTransport):
         if self._is_awaited() and communicator.alive:
             self._complete(communicator)
         self._owed.clear()
-        self._under_way.clear()
+        self._in_flight.clear()
         communicator.abort(self._given_up or "the transfer group was left")
 
     def _is_awaited(self) -> bool:
         """Whether workers of an engine that lives wait for a broadcast."""
-        return bool(self._owed or self._under_way)
+        return bool(self._owed or self._in_flight)
 
     def _complete(self, communicator: nccl.Communicator) -> None:
         """All of them, even where the engine is asked for one at a time: it is asked for the next one until the rollout
@@ -122,8 +122,8 @@ class NcclSender(SenderTransport):
         sizes = [size for size in map(bucket_bytes, self._owed) if size]
         self._owed.clear()
         try:
-            while self._under_way:
-                self._under_way.popleft().wait(COMPLETE_SECONDS)
+            while self._in_flight:
+                self._in_flight.popleft().wait(COMPLETE_SECONDS)
             anything = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self.device)
             for size in sizes:
                 communicator.broadcast(anything[:size]).wait(COMPLETE_SECONDS)
@@ -152,7 +152,7 @@ class Sent:
 
 
 def no_gpu(info: EngineInfo, trainer_device: str) -> str | None:
-    """Which side lacks the GPU that NCCL needs; None: neither does, as far as the engine tells."""
+    """Which side lacks the GPU that NCCL needs; None: none does, as far as the engine reports."""
     if trainer_device != "cuda":
         return 'cannot be sent weights over nccl by a trainer on the CPU: set weights.transport = "gloo"'
     if info.device == "cpu":

@@ -2,7 +2,7 @@
 
 SGLang's ranks make the communicator in their first broadcast, where torch's ProcessGroupNCCL looks for rank 0's
 ncclUniqueId: in the group's store, under the number of the communicator. It is put there by hand, and the trainer joins
-with a communicator of its own (rltool.engines.transfer.nccl), which can be given up, unlike a call of ProcessGroupNCCL
+with a communicator of its own (rltool.engines.transfer.nccl), which can be aborted, unlike a call of ProcessGroupNCCL
 that waits for its peers. Both sides must run the NCCL that SGLang's torch has loaded: the trainer takes the one of its
 own torch.
 

@@ -51,7 +51,7 @@ class StockVllmControl(vllm.VllmControl):
         return [finish, replace(reset, query=everything), HttpRequest("POST", "/reset_encoder_cache")]
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
-        """vLLM cannot be told how long to wait for the trainer."""
+        """vLLM has no timeout for the trainer."""
         return [
             vllm.init_request(
                 nccl_unique_id_b64=rendezvous.unique_id,

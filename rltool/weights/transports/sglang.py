@@ -52,7 +52,7 @@ def _version_request(version: str) -> HttpRequest:
 
 
 def join_request(rendezvous: Rendezvous, rank_offset: int, backend: str) -> HttpRequest:
-    """Join the update group; backend: torch's name. SGLang cannot be told how long to wait: its scheduler waits torch's
+    """Join the update group; backend: torch's name. SGLang has no timeout parameter: its scheduler waits torch's
     30 minutes for a trainer that does not come. Refused by the server with data parallelism."""
     body = {
         "master_address": rendezvous.address,
@@ -68,7 +68,7 @@ def join_request(rendezvous: Rendezvous, rank_offset: int, backend: str) -> Http
 def bucket_request(bucket: Bucket, group: str) -> HttpRequest:
     """SGLang receives one flat uint8 broadcast from rank 0.
 
-    The version is not passed on here: SGLang would bear it from the first bucket on, before it has the others.
+    The version is not passed on here: SGLang would have it from the first bucket on, before it has the others.
     """
     check_alignment(bucket)
     body = {

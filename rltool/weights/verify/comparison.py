@@ -41,7 +41,7 @@ class _Found:
 class Comparison:
     """deadline: seconds for each answer of an engine. gpus: where they
     sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this. described:
-    adds what an engine does not tell of its model and can be read elsewhere."""
+    adds what an engine does not report of its model, from elsewhere."""
 
     def __init__(
         self, engines: EngineSet, ranks: Ranks, check: ValueCheck, *, deadline: float,

@@ -117,9 +117,9 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def layout_of(info: EngineInfo, checksums: Checksums, fallback_dtype: str) -> ParameterLayout | str:
-    """Of the engine that gave these checksums; or why they say nothing about a model in Hugging Face's names.
+    """Of the engine that gave these checksums; or why they prove nothing about a model in Hugging Face's names.
 
-    fallback_dtype: of an engine that does not tell its own.
+    fallback_dtype: of an engine that does not report its own.
     """
     if not checksums:
         return why_no_checksums(info)

@@ -13,15 +13,15 @@ GPU_CHECK = 1e-2
 EXACT_LIMIT = 0.1
 """A step's mean with float32 on both sides: kernels of GPUs and experts' routes differ by more than a CPU's 1e-6."""
 ROUNDED = 0.2
-"""Both, where one side computes in 16 bits or does not say: two bf16 implementations were measured 0.037 to 0.055 apart
-(means over samples of a 135M model on an H200), and an engine that holds other weights is off by 1 and more."""
+"""Both, where one side computes in 16 bits or does not report it: two bf16 implementations were measured 0.037 to 0.055
+apart (means over samples of a 135M model on an H200), and an engine that holds other weights is off by 1 and more."""
 
 
 def check_tolerance(
     configured: float | None, trainer_dtype: str, engine_dtype: str | None, engine_device: str | None
 ) -> float:
     """Mean |difference| that the value check of one engine allows. configured: weights.verify_tolerance;
-    engine_device: "cpu", "cuda", or None where the engine does not tell."""
+    engine_device: "cpu", "cuda", or None if not reported."""
     if configured is not None:
         return configured
     if not _exact(trainer_dtype, [engine_dtype]):

@@ -1,4 +1,4 @@
-"""Whether two sides hold the same weights: what checksums and log-probabilities together say. Pure."""
+"""Whether two sides hold the same weights: checksums and log-probabilities taken together. Pure."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def stretches(sample: Sample, words: Words) -> list[str]:
 @pytest.mark.long
 def test_a_run_starts_a_gateway_and_its_sessions_become_samples(engine, model_dir, words, tmp_path, capsys):
     config = config_of(model_dir, tmp_path / "rows.jsonl", f"{PLACE}:two_questions")
-    record.record_rollouts(config, asyncio.run(engines_of(engine)), tmp_path / "out", say=print)
+    record.record_rollouts(config, asyncio.run(engines_of(engine)), tmp_path / "out", log=print)
     samples = read_dump(tmp_path / "out", 0).samples
     assert len(samples) == 4 and {sample.reward for sample in samples} == {8.0}
     for sample in samples:

@@ -193,7 +193,7 @@ def test_openai_responses_show_reasoning_and_what_was_cut(gpt, engine, words, st
 def test_anthropic_messages_with_a_tool(gateway, session, claude, engine, words, stream):
     engine.script += [words.spell(CALL), words.spell(ANSWER)]
 
-    def say(messages):
+    def log(messages):
         ask = {
             "model": "policy",
             "max_tokens": 500,
@@ -207,13 +207,13 @@ def test_anthropic_messages_with_a_tool(gateway, session, claude, engine, words,
             return events.get_final_message()
 
     messages = [{"role": "user", "content": "2 + 3?"}]
-    first = say(messages)
+    first = log(messages)
     text, call = first.content
     assert (text.text, call.name, call.input, first.stop_reason) == ("Let me see.", "add", {"a": 2, "b": 3}, "tool_use")
     assert first.usage.output_tokens == len(words.spell(CALL))
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "5"}]}
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
-    second = say(messages)
+    second = log(messages)
     assert ([block.text for block in second.content], second.stop_reason) == ([ANSWER], "end_turn")
     trajectory = one_trajectory(gateway, session, engine)
     assert sampled(trajectory) == words.spell(CALL) + words.spell(ANSWER)

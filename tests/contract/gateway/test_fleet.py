@@ -344,7 +344,7 @@ def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and
 
     async def go() -> None:
         generation = Generation(
-            TrainConfig.model_validate(settings), place, refusal=book.refusal, say=lambda line: None
+            TrainConfig.model_validate(settings), place, refusal=book.refusal, log=lambda line: None
         )
         await generation.start(manager.fleet, None, book)
         try:

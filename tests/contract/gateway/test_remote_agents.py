@@ -95,7 +95,7 @@ def together(gateway: Gateway, agents: Any, what: Any, *, key: str = KEY) -> Any
         async with EngineClient() as client:
             trainer = RemoteAgents(lambda: GatewayClient(client, gateway.url, KEY, seconds=10.0))
             working = asyncio.ensure_future(
-                AgentWorker(client, gateway.url, key, agents, name="here", say=lambda line: None).work(2)
+                AgentWorker(client, gateway.url, key, agents, name="here", log=lambda line: None).work(2)
             )
             try:
                 return await what(trainer, working)
@@ -163,7 +163,7 @@ def test_a_worker_that_has_gone_takes_no_episode_with_it(gateway):
         await asyncio.gather(working, return_exceptions=True)
         running = asyncio.ensure_future(trainer.run(task("fine")))
         async with EngineClient() as client:
-            alive = AgentWorker(client, gateway.url, KEY, agents, name="there", say=lambda line: None)
+            alive = AgentWorker(client, gateway.url, KEY, agents, name="there", log=lambda line: None)
             second = asyncio.ensure_future(alive.work(1))
             try:
                 return await running

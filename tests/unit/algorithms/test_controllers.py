@@ -43,28 +43,32 @@ def test_the_entropy_bonus_grows_below_the_target_and_rests_above_it(coef, entro
 
 
 def test_only_what_is_configured_and_was_measured_is_adapted():
-    both = AlgorithmConfig(kl_coef=0.2, kl_target=6.0, entropy_coef=0.01, entropy_target=0.2)
+    both = AlgorithmConfig(
+        kl={"kind": "loss", "coef": 0.2, "target": 6.0}, entropy={"kind": "bonus", "coef": 0.01, "target": 0.2}
+    )
     start = Coefficients.initial(both)
     assert start.applied(both) == both
     assert start.adapted(both, {}) == start
     after = start.adapted(both, {"train/kl": 60.0, "train/entropy": 0.1})
     assert (after.kl, after.entropy, after.entropy_bonus) == pytest.approx((0.204, 0.015, 0.015))
     present = after.applied(both)
-    assert (present.kl_coef, present.entropy_coef) == pytest.approx((0.204, 0.015))
-    fixed = AlgorithmConfig(kl_coef=0.2, entropy_coef=0.01)
+    assert (present.kl.coef, present.entropy.coef) == pytest.approx((0.204, 0.015))
+    fixed = AlgorithmConfig(kl={"kind": "loss", "coef": 0.2}, entropy={"kind": "bonus", "coef": 0.01})
     assert Coefficients.initial(fixed).adapted(fixed, {"train/kl": 60.0, "train/entropy": 0.1}).applied(fixed) == fixed
 
 
 def test_the_bonus_is_off_above_the_target_but_what_it_was_is_kept():
-    algorithm = AlgorithmConfig(entropy_coef=0.02, entropy_target=0.2)
+    algorithm = AlgorithmConfig(entropy={"kind": "bonus", "coef": 0.02, "target": 0.2})
     above = Coefficients.initial(algorithm).adapted(algorithm, {"train/entropy": 0.5})
-    assert above.applied(algorithm).entropy_coef == 0 and above.entropy == pytest.approx(0.015)
+    assert above.applied(algorithm).entropy.coef == 0 and above.entropy == pytest.approx(0.015)
     below = above.adapted(algorithm, {"train/entropy": 0.1})
-    assert below.applied(algorithm).entropy_coef == pytest.approx(0.02)
+    assert below.applied(algorithm).entropy.coef == pytest.approx(0.02)
 
 
 def test_the_ranks_get_the_present_weights_with_the_batch():
-    configured = AlgorithmConfig(kl_coef=0.2, kl_target=6.0, entropy_target=0.2)
+    configured = AlgorithmConfig(
+        kl={"kind": "loss", "coef": 0.2, "target": 6.0}, entropy={"kind": "bonus", "target": 0.2}
+    )
     present = Coefficients(0.3, 0.01, 0.01).applied(configured)
     batch, metrics = with_coefficients(example_batch(), configured, present)
     assert batch.kl_coefs.tolist() == pytest.approx([0.3] * 7) and batch.entropy_coefs.tolist() == pytest.approx(
@@ -72,5 +76,9 @@ def test_the_ranks_get_the_present_weights_with_the_batch():
     )
     assert metrics == {"train/kl_coef": 0.3, "train/entropy_coef": 0.01}
     assert batch.select([3, 1]).kl_coefs.shape == (2,)
-    untouched, nothing = with_coefficients(example_batch(), AlgorithmConfig(kl_coef=0.2), AlgorithmConfig(kl_coef=0.2))
+    untouched, nothing = with_coefficients(
+        example_batch(),
+        AlgorithmConfig(kl={"kind": "loss", "coef": 0.2}),
+        AlgorithmConfig(kl={"kind": "loss", "coef": 0.2}),
+    )
     assert untouched.kl_coefs is None and untouched.entropy_coefs is None and nothing == {}

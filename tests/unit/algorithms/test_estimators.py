@@ -3,18 +3,18 @@
 import pytest
 import torch
 
+from examples import algorithms
 from rltool.algorithms import corrections, ragged
 from rltool.algorithms.advantages import (
     distillation_advantages,
     gdpo_advantages,
-    gpg_advantages,
     group_advantages,
-    opo_advantages,
     reinforce_pp_advantages,
     reinforce_pp_baseline_advantages,
     rloo_advantages,
     whiten,
 )
+from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.gae import gae, value_loss
 from rltool.algorithms.overlong import overlong_reward, response_lengths
@@ -24,6 +24,8 @@ from rltool.training.advantages import with_advantages, with_corrections
 from tests import plain_algorithms as plain
 
 LONGEST = 6
+CLIP_COV = {"kind": "own", "function": "examples.algorithms:clip_cov"}
+EXAMPLES = ("examples.algorithms:gpg", "examples.algorithms:opo")
 
 
 @pytest.mark.parametrize(
@@ -38,18 +40,18 @@ LONGEST = 6
         {"advantage": "distill"},
         {"advantage": "rloo", "whiten_advantages": True},
         {"overlong_buffer": 3, "overlong_penalty": 0.7},
-        {"advantage": "gpg"},
+        {"advantage": "examples.algorithms:gpg"},
         {"advantage": "gdpo"},
         {"advantage": "remax"},
         {"advantage": "remax", "reward_clip": (-0.5, 0.6)},
-        {"advantage": "opo"},
+        {"advantage": "examples.algorithms:opo"},
         {"advantage": {"normalize_std_over": "batch"}},
         {"advantage": {"normalize_std": False}, "reward_clip": (-0.5, 0.6), "overlong_buffer": 3},
         {"distill_coef": 0.3},
         {"advantage": {"kind": "reinforce_pp", "gamma": 0.9}, "distill_coef": 0.3},
         *(
-            {"advantage": name, "kl_coef": 0.3, "kl_in": "reward", "kl_estimator": k}
-            for name in ("grpo", "rloo", "remax", "gpg", "opo", "reinforce_pp", "reinforce_pp_baseline")
+            {"advantage": name, "kl": {"kind": "reward", "coef": 0.3, "estimator": k}}
+            for name in ("grpo", "rloo", "remax", "reinforce_pp", "reinforce_pp_baseline", *EXAMPLES)
             for k in ("k1", "k2", "k3")
         ),
     ],
@@ -65,21 +67,54 @@ def test_advantages_equal_a_plain_loop(settings):
 
 def test_group_estimators_equal_plain_numbers_in_float64():
     rewards = torch.tensor([1.0, 0.25, 0.1, 0.1, 0.1, -2.0, 0.75], dtype=torch.float64)
-    groups, lengths = torch.tensor([3, 3, 8, 8, 8, 3, 5]), torch.tensor([4, 1, 2, 2, 5, 7, 3])
+    groups = torch.tensor([3, 3, 8, 8, 8, 3, 5])
     centred = [1.25, 0.5, 0.0, 0.0, 0.0, -1.75, 0.0]
     std = float(rewards.std()) + 1e-6
+    found = group_advantages(rewards, groups, normalize_std=True, std_over="batch")
+    expected = torch.tensor([value / std for value in centred], dtype=torch.float64)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-8)
+
+
+def of_whole_samples(rewards, groups, lengths) -> TrainBatch:
+    """A prompt of one token each, and a response of the rest."""
+    mask = torch.cat([torch.tensor([0.0] + [1.0] * (n - 1)) for n in lengths])
+    return TrainBatch(
+        tokens=torch.zeros(len(mask), dtype=torch.int64), lengths=torch.tensor(lengths), loss_mask=mask,
+        rewards=torch.tensor(rewards), group_ids=torch.tensor(groups), loss_weights=mask,
+    )  # fmt: skip
+
+
+def test_gpg_and_opo_equal_plain_numbers():
+    batch = of_whole_samples([1.0, 0.25, 0.1, 0.1, 0.1, -2.0, 0.75], [3, 3, 8, 8, 8, 3, 5], [5, 2, 3, 3, 6, 8, 4])
+    found = algorithms.gpg(batch, AlgorithmConfig())
+    torch.testing.assert_close(found, 7 / 3 * torch.tensor([1.25, 0.5, 0.0, 0.0, 0.0, -1.75, 0.0]))
     baseline = (4 * 1.0 + 1 * 0.25 + 7 * -2.0) / 12
-    found_and_expected = [
-        (gpg_advantages(rewards, groups), [7 / 3 * value for value in centred]),
-        (group_advantages(rewards, groups, normalize_std=True, std_over="batch"), [value / std for value in centred]),
-        (opo_advantages(rewards, groups, lengths), [1 - baseline, 0.25 - baseline, 0, 0, 0, -2 - baseline, 0]),
-    ]
-    for found, expected in found_and_expected:
-        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-8)
+    expected = torch.tensor([1 - baseline, 0.25 - baseline, 0, 0, 0, -2 - baseline, 0])
+    torch.testing.assert_close(algorithms.opo(batch, AlgorithmConfig()), expected)
 
 
 def test_gpg_of_groups_without_any_difference_is_zero_and_finite():
-    assert gpg_advantages(torch.tensor([0.1, 0.1, 0.1, 5.0]), torch.tensor([0, 0, 0, 1])).tolist() == [0.0] * 4
+    batch = of_whole_samples([0.1, 0.1, 0.1, 5.0], [0, 0, 0, 1], [2, 2, 2, 2])
+    assert algorithms.gpg(batch, AlgorithmConfig()).tolist() == [0.0] * 4
+
+
+def test_clip_cov_draws_from_the_range_alone_and_never_more_than_its_share():
+    """All candidates some time, as log-probabilities change in their last digits."""
+    batch = example_batch().replace(token_rewards=None, group_ids=torch.tensor([0, 0, 0, 1, 1, 1, 1]))
+    alone = algorithms.clip_cov(batch, AlgorithmConfig(advantage={**CLIP_COV, "options": {"low": 9.0, "high": 9.0}}))
+    torch.testing.assert_close(alone * batch.loss_mask, plain.advantages(batch, AlgorithmConfig(), LONGEST))
+    covariance = plain.covariances(batch, alone)
+    inside = {t for t, value in covariance.items() if 0.02 < value < 1.0}
+    clips = AlgorithmConfig(advantage={**CLIP_COV, "options": {"fraction": 0.2, "low": 0.02, "high": 1.0}})
+    seen = set()
+    for step in range(50):
+        moved = batch.replace(old_logprobs=batch.old_logprobs * (1 + 1e-6 * step))
+        dropped = (algorithms.clip_cov(moved, clips) != alone).nonzero().squeeze(-1).tolist()
+        assert len(dropped) == int(0.2 * batch.num_loss_tokens) < len(inside)
+        seen |= set(dropped)
+    assert seen == inside
+    least = AlgorithmConfig(advantage={**CLIP_COV, "options": {"low": 0.02, "high": 1.0}})
+    assert int((algorithms.clip_cov(batch, least) != alone).sum()) == 1, "at least one where there is one"
 
 
 def test_gdpo_tells_apart_what_has_one_sum_and_is_not_led_by_the_part_of_the_largest_range():
@@ -118,7 +153,7 @@ def test_the_baseline_of_reinforce_pp_counts_an_episode_of_several_samples_once(
     assert alone[mask > 0].tolist() == [0.25, 0.25, 0.25, -0.75], "four episodes of a sample each"
 
 
-@pytest.mark.parametrize("more", [{}, {"overlong_buffer": 3}, {"kl_coef": 0.3, "kl_in": "reward"}], ids=str)
+@pytest.mark.parametrize("more", [{}, {"overlong_buffer": 3}, {"kl": {"kind": "reward", "coef": 0.3}}], ids=str)
 def test_the_baseline_over_episodes_equals_a_plain_loop(more):
     episodes = torch.tensor([0, 1, 0, 2, 3, 4, 5])  # samples 0 and 2 of the group of three are one episode
     batch = example_batch().replace(token_rewards=None, episode_ids=episodes)

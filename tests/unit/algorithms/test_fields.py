@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from array import array
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms import batch as batches
+from rltool.algorithms.batch import TrainBatch, fetched
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.fields import BatchFields, Held, LossFields, declare, fields_of, ragged, sample_columns, token
 from rltool.algorithms.losses import LossTokens
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.parallel import ParallelLayout
 from rltool.config.train import TrainConfig
-from rltool.engines.types import Completion
+from rltool.engines.types import Completion, VersionSpan
 from rltool.megatron.loss import loss_rows, micro_batch_loss
 from rltool.megatron.micro_batch import prepare
 from rltool.megatron.runtime import Coordinates
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
-from rltool.rollout.sample import Sample
+from rltool.rollout.sample import Sample, SampleStatus
 from rltool.training.ranks.sharding import Shards
 from rltool.training.sources import RecordedRollouts
-from tests.declared import OWN, declare_surprise, sample, table_of_its_own
+from tests.declared import OWN, Store, declare_surprise, sample, table_of_its_own
 
 
 @pytest.fixture
@@ -34,6 +37,13 @@ def surprise():
     with table_of_its_own():
         declare_surprise()
         yield
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """For wide fields; a block has two samples or so."""
+    monkeypatch.setattr(batches, "BLOCK_BYTES", 100)
+    return Store()
 
 
 def expected(batch):
@@ -67,6 +77,98 @@ def test_what_only_the_driver_reads_stays_with_it():
     assert batch.baselines is not None and batch.token_rewards is not None and batch.token_versions is not None
     assert micro.baselines is None and micro.token_rewards is None and micro.token_versions is None
     assert micro.ref_logprobs is not None and torch.equal(micro.rewards, batch.rewards[[2, 0]])
+
+
+def test_the_driver_has_references_to_a_wide_field_and_the_loss_its_values(store, tmp_path):
+    with table_of_its_own():
+        declare_surprise(wide=True)
+        samples = [sample(i) for i in range(6)]
+        whole = samples_to_batch(samples)
+        write_dump(tmp_path, step=0, seed=0, samples=samples)
+        config = TrainConfig.model_validate({"model": {"path": "m"}})
+        given = RecordedRollouts(config, tmp_path, put=store.put).next_batch(0).batch
+        marker = samples[3].surprise.tobytes()
+        assert given.surprise is None and given.has("surprise") and not given.has("sampling_mask")
+        assert marker in b"".join(store.blocks.values()) and marker in pickle.dumps(whole)
+        assert marker not in pickle.dumps(given) and len(store.blocks) > 2
+
+        ready, total = given.replace(old_logprobs=given.rollout_logprobs, advantages=given.loss_mask), 0.0
+        shards = Shards(ready, [[[4, 1], []], [[0], [3, 2, 5]]])
+        for rank in range(2):
+            sent = shards.micro_batches(rank)
+            assert marker not in pickle.dumps(sent)
+            for micro in fetched(sent, store.get):
+                assert torch.equal(micro.surprise, micro.tokens / 8 * (micro.tokens > 9)) and micro.wide == ()
+                rows = loss_rows(micro)
+                algorithm = AlgorithmConfig(objective=OWN)
+                total += micro_batch_loss(micro, rows, torch.zeros(len(rows)), torch.zeros(len(rows)), algorithm)[0]
+        assert total == pytest.approx(float(whole.surprise.sum()))
+        first, second = store.asked
+        assert len(set(first)) == len(first) < len(store.blocks), "each block once, and none of other ranks' samples"
+        assert {*first, *second} == store.blocks.keys()
+        assert fetched([whole], store.get) == [whole] and len(store.asked) == 2
+
+
+def with_all_wide_fields(number: int) -> Sample:
+    """A sample with every wide field of the table, of a length of its own; one without a response among them."""
+    made = Sample(number // 2, number % 2, 0, [1, 2, 3][: 1 + number % 3], reward=float(number))
+    made.status, ids = SampleStatus.COMPLETED, list(range(10, 10 + number % 4))
+    made.response_ids, made.response_mask, made.response_logprobs = ids, [1] * len(ids), [-1.0] * len(ids)
+    made.versions = [VersionSpan("v", 0, len(ids))]
+    for token_id in ids:
+        made.sampling_mask_ids.extend(range(token_id, token_id + token_id - 9))
+        made.sampling_mask_counts.append(token_id - 9)
+        made.teacher_topk_ids.extend([token_id, number])
+        made.teacher_topk_logprobs.extend([-0.5, -1.5 - number])
+    made.routed_experts = array("B", [(7 * number + i) % 251 for i in range(6 * made.num_tokens)])
+    return made
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6, 7], [6, 1, 3], [4]], ids=str)
+def test_what_ranks_get_of_every_wide_field_is_what_the_batch_would_have(store, order):
+    with table_of_its_own():
+        declare("patches", ragged("int32", wide=True, held=Held("patches of pictures", "i")))
+        samples = [with_all_wide_fields(i) for i in range(8)]
+        for i in (0, 3, 6):
+            samples[i].patches = array("i", range(i + 1))
+        whole, given = samples_to_batch(samples), samples_to_batch(samples, put=store.put)
+        names = {name for name, item in fields_of(TrainBatch).items() if item.wide}
+        assert {name for wide in given.wide for name in wide.names} == names >= {"patches", "routed_experts"}
+        assert all(getattr(given, name) is None for name in names)
+        twice = given.select([7, *order, 5]).select(list(range(1, len(order) + 1)))
+        for found in (given.micro_batch(order), twice):
+            [found], expected = fetched([found], store.get), whole.select(order)
+            for name in names - {"patches"}:
+                own, full = getattr(found, name), getattr(expected, name)
+                filler = fields_of(whole)[name].filler(full.dtype)
+                assert own.dtype == full.dtype and torch.equal(own, full[:, : own.shape[1]])
+                assert (full[:, own.shape[1] :] == filler).all(), "rows are as long as the longest of these samples"
+            assert torch.equal(found.patches.values, expected.patches.values)
+            assert torch.equal(found.patches.lengths, expected.patches.lengths)
+        [filler] = fetched([given.micro_batch([])], store.get)
+        assert not filler.loss_mask.any() and torch.equal(filler.routed_experts, whole.select([0]).routed_experts)
+
+
+def test_references_that_do_not_fit_their_batch_are_refused(store):
+    batch = samples_to_batch([with_all_wide_fields(i) for i in range(8)], put=store.put)
+    with pytest.raises(ValueError, match="TrainBatch.wide is of 8 samples, expected 2"):
+        batch.select([0, 1]).replace(wide=batch.wide)
+    with pytest.raises(ValueError, match="TrainBatch.routed_experts is given twice"):
+        batch.replace(routed_experts=torch.zeros(len(batch.tokens), 6, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="is given twice"):
+        batch.replace(wide=2 * batch.wide)
+    with pytest.raises(ValueError, match="wide are fields of tokens"):
+        token(wide=True, cut="driver")
+
+
+def test_a_large_batch_has_a_bounded_number_of_blocks(monkeypatch):
+    monkeypatch.setattr(batches, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(batches, "MOST_BLOCKS", 4)
+    store = Store()
+    wide = batches.Wide.of({"routed_experts": [np.zeros((2, 10), np.uint8)] * 16}, store.put)
+    assert wide.blocks == tuple(store.blocks) and len(wide.blocks) == 4
+    assert wide.select(torch.tensor([9, 4])).places.tolist() == [[1, 1], [0, 0]]
+    assert wide.select(torch.tensor([9, 4])).blocks == ("block 1", "block 2")
 
 
 def test_a_stop_string_cuts_it_with_the_tokens():
@@ -118,6 +220,35 @@ def test_fields_are_cut_over_context_parallel_ranks_as_the_tokens_are(cp):
         assert sorted(seen) == batch.tokens.tolist()
 
 
+@pytest.mark.parametrize("cp", [1, 2])
+def test_a_ragged_field_is_cut_where_the_tokens_are_that_its_values_belong_to(store, cp):
+    with table_of_its_own():
+        held = Held("patches of pictures", "i")
+        declare("patches", ragged("int32", cut="input", at="tokens", fill=-7, wide=True, held=held))
+        declare("next_patches", ragged("int32", cut="target", at="response_mask", fill=-7, held=held))
+        samples = [sample(i) for i in range(6)]
+        for one in samples:
+            one.patches = array("i", [1000 + t for t in one.prompt_ids + one.response_ids])
+            one.next_patches = array("i", [2000 + t for t in one.response_ids if t > 9])
+        whole = samples_to_batch(samples, put=store.put)
+        [batch] = fetched([whole.micro_batch([5, 2, 3])], store.get)
+        rows, seen = loss_rows(batch), []
+        for rank in range(cp):
+            at = Coordinates(rank, ParallelLayout(cp, cp=cp), 0, 0, rank, 0, 0)
+            micro = prepare(batch, rows, at, torch.device("cpu"), sequence_parallel=False, inputs=("patches",))
+            read = micro.packed.inputs["patches"]
+            assert torch.equal(read[read > 0], 1000 + micro.tokens[read > 0]) and set(read[read < 0].tolist()) <= {-7}
+            assert torch.equal(micro.at_targets["next_patches"], 2000 + micro.targets)
+            seen += read[read > 0].tolist()
+        assert sorted(seen) == sorted((1000 + batch.tokens).tolist())
+        with pytest.raises(ValueError, match=r"next_patches has \[\d+, .* values a sample, and response_mask marks"):
+            batch.replace(response_mask=torch.ones_like(batch.loss_mask)).at_tokens("next_patches")
+        with pytest.raises(ValueError, match="need `at` to be cut at tokens"):
+            ragged(cut="input")
+        with pytest.raises(ValueError, match="no field of tokens has this name"):
+            declare("thumbs", ragged(cut="input", at="rewards"))
+
+
 def test_a_ragged_field_is_of_samples_whatever_their_tokens(tmp_path):
     with table_of_its_own():
         declare("patches", ragged("int32", held=Held("patches of pictures", "i")))
@@ -143,7 +274,7 @@ def test_a_process_that_has_samples_alone_does_not_import_torch():
 
 
 def test_the_table_is_what_the_records_have():
-    assert {item.name for item in fields(TrainBatch)} == {*fields_of(BatchFields), "metadata"}
+    assert {item.name for item in fields(TrainBatch)} == {*fields_of(BatchFields), "metadata", "wide"}
     assert fields_of(LossFields).keys() == fields_of(LossTokens).keys() < fields_of(BatchFields).keys()
     assert sample_columns().keys() < {item.name for item in fields(Sample)}
 

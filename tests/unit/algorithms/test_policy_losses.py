@@ -24,7 +24,7 @@ from rltool.training.advantages import (
     with_loss_weights,
     with_old_logprobs,
 )
-from rltool.training.token_selection import step_generator, with_selected_tokens
+from rltool.training.token_selection import with_selected_tokens
 from tests import plain_algorithms as plain
 
 LONGEST = 6
@@ -59,7 +59,7 @@ def prepared(algorithm: AlgorithmConfig) -> TrainBatch:
         batch, _ = with_advantages(batch, algorithm, max_response_tokens=LONGEST)
         batch, _ = with_corrections(batch, algorithm)
         entropies = torch.rand(len(batch.tokens), generator=torch.Generator().manual_seed(6))
-        batch, _ = with_selected_tokens(batch.replace(old_entropies=entropies), algorithm, step_generator(0, STEP))
+        batch, _ = with_selected_tokens(batch.replace(old_entropies=entropies), algorithm)
     return with_loss_weights(batch, algorithm, max_response_tokens=LONGEST)
 
 
@@ -89,7 +89,8 @@ def loss_and_gradients(
 
 OFF_POLICY = [
     {
-        "mask_tokens_older_than": 1, "old_logprobs": "rollout",
+        "mask_tokens_older_than": 1,
+        "old_logprobs": "rollout",
         "objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08},
     },
     {"mask_tokens_older_than": 1, "is_weights": {"kind": "token", "cap": 1.02}},
@@ -99,15 +100,17 @@ OFF_POLICY = [
         "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
     {"mask_tokens_older_than": 1, "is_mask": {"kind": "sequence", "low": 0.9, "high": 1.1}},
-    {"mask_tokens_older_than": 0, "is_mask": {"kind": "geometric", "low": 0.9, "high": 1.05}, "kl_coef": 0.3},
+    {
+        "mask_tokens_older_than": 0,
+        "is_mask": {"kind": "geometric", "low": 0.9, "high": 1.05},
+        "kl": {"kind": "loss", "coef": 0.3},
+    },
     {"mask_tokens_older_than": 1, "overlong_buffer": 3},
-    {"mask_tokens_older_than": 1, "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {"mask_tokens_older_than": 1, "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"}},
     {
         "mask_tokens_older_than": 1,
         "advantage": {"kind": "reinforce_pp", "gamma": 0.9},
-        "kl_coef": 0.2,
-        "kl_in": "reward",
-        "kl_estimator": "k1",
+        "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"},
     },
     {"mask_tokens_older_than": 1, "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}},
 ]
@@ -119,10 +122,10 @@ LOSSES = [
     {"objective": {"kind": "cispo", "clip_low": 1.0, "clip_high": 0.1}},
     {"objective": {"ratio": "sequence", "clip_low": 0.05, "clip_high": 0.08}},
     {"objective": {"kind": "cispo", "ratio": "sequence"}},
-    {"entropy_coef": 0.1},
-    {"kl_coef": 0.3},
-    {"kl_coef": 0.3, "kl_estimator": "k2"},
-    *({"kl_coef": 0.3, "kl_estimator": k, "kl_unbiased": True} for k in ("k1", "k2", "k3")),
+    {"entropy": {"kind": "bonus", "coef": 0.1}},
+    {"kl": {"kind": "loss", "coef": 0.3}},
+    {"kl": {"kind": "loss", "coef": 0.3, "estimator": "k2"}},
+    *({"kl": {"kind": "loss", "coef": 0.3, "estimator": k, "unbiased": True}} for k in ("k1", "k2", "k3")),
     {
         "advantage": "distill",
         "is_weights": {"kind": "sequence", "cap": 1.2},
@@ -130,14 +133,12 @@ LOSSES = [
     },
     {
         "advantage": "reinforce_pp",
-        "kl_coef": 0.2,
-        "kl_in": "reward",
-        "kl_estimator": "k1",
+        "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"},
         "is_mask": {"kind": "token", "low": 0.9, "high": 1.1},
     },
     {
-        "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8}, "kl_coef": 0.2, "kl_in": "reward",
-        "kl_estimator": "k1",
+        "advantage": {"kind": "gae", "gamma": 0.9, "gae_lambda": 0.8},
+        "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"},
     },
     {"advantage": "gae", "whiten_advantages": False, "overlong_buffer": 3},
     {"loss": "sft"},
@@ -146,17 +147,17 @@ LOSSES = [
     {"is_weights": {"kind": "token", "normalize": True}, "is_veto": 0.9},
     {"objective": "sapo"},
     {"objective": {"kind": "sapo", "temperature_pos": 2.0, "temperature_neg": 5.0}, "advantage": "distill"},
-    {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
-    {"objective": {"kind": "gmpo", "clip_low": 1.0, "clip_high": math.inf}},
-    {"objective": "reinforce", "advantage": "gpg"},
+    plain.gmpo(0.05, 0.1),
+    plain.gmpo(1.0, math.inf),
+    {"objective": "reinforce", "advantage": "examples.algorithms:gpg"},
     {"advantage": "gdpo"},
-    {"objective": "reinforce", "advantage": "remax", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
-    {"objective": "reinforce", "advantage": "opo", "is_weights": "token"},
+    {"objective": "reinforce", "advantage": "remax", "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"}},
+    {"objective": "reinforce", "advantage": "examples.algorithms:opo", "is_weights": "token"},
     {"objective": {"clip_low": 1.0, "clip_high": math.inf}},
     {"off_policy_mask_threshold": 0.02},
     {"advantage": {"normalize_std_over": "batch"}, "reward_clip": (-0.5, 0.6)},
     {"advantage": "reinforce_pp_baseline", "distill_coef": 0.3, "whiten_advantages": True},
-    {"old_logprobs": "rollout", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    {"old_logprobs": "rollout", "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"}},
     *OFF_POLICY,
 ]
 REDUCTIONS = [
@@ -184,7 +185,7 @@ def test_loss_and_gradient_equal_plain_loops_whatever_the_split(settings, reduct
     whole = loss_and_gradients(algorithm)
     torch.testing.assert_close(whole[0], expected.detach(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(whole[1], logprobs.grad, rtol=1e-5, atol=1e-6)
-    if algorithm.entropy_coef:
+    if algorithm.entropy.kind == "bonus":
         torch.testing.assert_close(whole[2], entropy.grad, rtol=1e-5, atol=1e-6)
     assert whole[1].abs().max() > 1e-3
     # Two ranks of two micro-batches, samples of one group apart; and every sample alone.
@@ -205,19 +206,10 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
     "distill_coef": ({}, {"distill_coef": 0.3}),
     "objective": ({}, {"objective": "cispo"}),
     "off_policy_mask_threshold": ({}, {"off_policy_mask_threshold": 0.02}),
-    "entropy_coef": ({}, {"entropy_coef": 0.01}),
-    "top_entropy_fraction": ({}, {"top_entropy_fraction": 0.5}),
-    "clip_cov_fraction": ({"clip_cov_low": -10.0}, {"clip_cov_fraction": 0.5}),
-    "clip_cov_low": ({"clip_cov_fraction": 0.9, "clip_cov_low": -10.0}, {"clip_cov_low": 0.1}),
-    "clip_cov_high": ({"clip_cov_fraction": 0.9, "clip_cov_low": -10.0}, {"clip_cov_high": 0.0}),
-    "kl_cov_fraction": ({}, {"kl_cov_fraction": 0.3}),
-    "kl_cov_coef": ({"kl_cov_fraction": 0.3}, {"kl_cov_coef": 0.1}),
+    "entropy": ({}, {"entropy": {"kind": "bonus", "coef": 0.01}}),
     "loss_reduction": ({}, {"loss_reduction": "group"}),
     "loss_length": ({"loss_reduction": "constant"}, {"loss_length": 17}),
-    "kl_coef": ({}, {"kl_coef": 0.01}),
-    "kl_in": ({"kl_coef": 0.1}, {"kl_in": "reward"}),
-    "kl_estimator": ({"kl_coef": 0.1}, {"kl_estimator": "k2"}),
-    "kl_unbiased": ({"kl_coef": 0.1}, {"kl_unbiased": True}),
+    "kl": ({}, {"kl": {"kind": "loss", "coef": 0.01}}),
     "old_logprobs": ({}, {"old_logprobs": "rollout"}),
     "mask_tokens_older_than": ({}, {"mask_tokens_older_than": 1}),
     "is_weights": ({}, {"is_weights": "token"}),
@@ -227,8 +219,8 @@ EFFECTS: dict[str, tuple[dict, dict]] = {
 OF_THE_CRITIC = {"value_clip"}
 """Changes the critic's gradient, and not the policy's: tests/unit/training/test_critic_loop.py and
 tests/e2e/test_critic.py."""
-OF_THE_NEXT_STEP = {"kl_target", "entropy_target", "reference_update_steps"}
-"""Change what the next step uses: tests/unit/algorithms/test_controllers.py,
+OF_THE_NEXT_STEP = {"target", "reference_update_steps"}
+"""Of kl and entropy: change what the next step uses: tests/unit/algorithms/test_controllers.py,
 tests/unit/training/test_loop_coefficients.py."""
 OF_THE_TEACHERS_TOKENS = {"distill_kl_coef", "distill_top_k"}
 """Change the gradient by way of other tokens than those sampled: tests/unit/algorithms/test_topk_kl.py."""
@@ -238,6 +230,7 @@ OF_MIXTURES = {"routing_replay"}
 """Changes which experts compute: tests/e2e/test_routing_replay.py."""
 
 
+KL = {"kind": "loss", "coef": 0.1}
 EFFECTS_IN_TABLES = {
     "ratio": ({}, {"objective": {"ratio": "sequence"}}),
     "clip_low": ({}, {"objective": {"clip_low": 0.01}}),
@@ -254,22 +247,36 @@ EFFECTS_IN_TABLES = {
     "normalize": ({"is_weights": "token"}, {"is_weights": {"kind": "token", "normalize": True}}),
     "low": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "low": 0.95}}),
     "high": ({"is_mask": "token"}, {"is_mask": {"kind": "token", "high": 1.02}}),
+    "coef": ({"kl": KL}, {"kl": {**KL, "coef": 0.2}}),
+    "coef of reward": ({}, {"kl": {**KL, "kind": "reward"}}),
+    "coef of bonus": ({}, {"entropy": {"kind": "bonus", "coef": 0.01}}),
+    "coef of kl_cov": (
+        {"entropy": {"kind": "kl_cov", "fraction": 0.3}},
+        {"entropy": {"kind": "kl_cov", "fraction": 0.3, "coef": 0.1}},
+    ),
+    "estimator": ({"kl": KL}, {"kl": {**KL, "estimator": "k2"}}),
+    "estimator of reward": ({"kl": {**KL, "kind": "reward"}}, {"kl": {**KL, "kind": "reward", "estimator": "k3"}}),
+    "unbiased": ({"kl": KL}, {"kl": {**KL, "unbiased": True}}),
+    "fraction": ({}, {"entropy": {"kind": "high_entropy", "fraction": 0.5}}),
+    "fraction of kl_cov": ({}, {"entropy": {"kind": "kl_cov", "fraction": 0.3}}),
 }
 """The same of the tables in it that have a kind."""
 
 
 def test_every_setting_has_its_case_below():
-    elsewhere = OF_THE_NEXT_STEP | OF_THE_TEACHERS_TOKENS | OF_MIXTURES
+    elsewhere = OF_THE_TEACHERS_TOKENS | OF_MIXTURES
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
     tables = [kind for name in AlgorithmConfig.model_fields for kind in variants(AlgorithmConfig, name).values()]
     in_tables = {name for kind in tables for name in kind.model_fields} - {"kind", "function", "options"}
-    assert in_tables == set(EFFECTS_IN_TABLES) | OF_THE_CRITIC | OF_SEVERAL_TURNS
+    cases = {name.partition(" of ")[0] for name in EFFECTS_IN_TABLES}
+    assert in_tables == cases | OF_THE_CRITIC | OF_SEVERAL_TURNS | OF_THE_NEXT_STEP
 
 
 @pytest.mark.parametrize("name", [*EFFECTS, *EFFECTS_IN_TABLES])
 def test_every_setting_changes_the_gradient(name):
     base, change = (EFFECTS | EFFECTS_IN_TABLES)[name]
-    assert name in change or any(name in table for table in change.values())
+    key = name.partition(" of ")[0]
+    assert key in change or any(key in table for table in change.values())
     before, after = (loss_and_gradients(AlgorithmConfig(**settings)) for settings in (base, {**base, **change}))
     differs = (before[1] - after[1]).abs().max() + (before[2] - after[2]).abs().max()
     assert differs > 1e-4
@@ -286,7 +293,7 @@ def test_every_estimator_has_a_gradient_of_its_own(advantage):
 
 
 def test_on_policy_the_old_logprobs_are_the_new_ones():
-    algorithm = AlgorithmConfig(kl_coef=0.1, kl_unbiased=True)
+    algorithm = AlgorithmConfig(kl={"kind": "loss", "coef": 0.1, "unbiased": True})
     batch = prepared(algorithm)
     rows = loss_rows(batch)
     logprobs, entropy = current(batch)
@@ -330,7 +337,7 @@ def test_corrections_by_token_are_the_same_in_the_training_forward_as_before_it(
 
 def test_a_missing_reference_or_correction_is_refused():
     for settings, missing in (
-        ({"kl_coef": 0.1}, "ref_logprobs"),
+        ({"kl": {"kind": "loss", "coef": 0.1}}, "ref_logprobs"),
         ({"is_weights": "token"}, "is_weights"),
         ({}, "advantages"),
         ({}, "old_logprobs"),
@@ -350,9 +357,9 @@ def test_an_own_objective_is_weighted_reduced_and_joined_by_kl_and_bonus():
     alone = loss_and_gradients(AlgorithmConfig(**own))
     batch = prepared(AlgorithmConfig(**own))
     torch.testing.assert_close(alone[1], -batch.advantages * batch.loss_weights / batch.num_loss_tokens)
-    for more in ({"kl_coef": 0.1}, {"is_weights": "token"}, {"loss_reduction": "sample"}):
+    for more in ({"kl": {"kind": "loss", "coef": 0.1}}, {"is_weights": "token"}, {"loss_reduction": "sample"}):
         assert (loss_and_gradients(AlgorithmConfig(**own, **more))[1] - alone[1]).abs().max() > 1e-4
-    assert loss_and_gradients(AlgorithmConfig(**own, entropy_coef=0.1))[2].abs().max() > 1e-3
+    assert loss_and_gradients(AlgorithmConfig(**own, entropy={"kind": "bonus", "coef": 0.1}))[2].abs().max() > 1e-3
     assert "clip_fraction" not in alone[3] and alone[3]["ratio_mean"] > 0
 
 
@@ -392,7 +399,6 @@ def test_every_preset_trains(file):
         "distill": "model.teacher_path=teacher",
         "distill_topk": "model.teacher_path=teacher",
         "gdpo": 'reward.parts=[{name="a", function="exact"}, {name="b", function="numeric"}]',
-        "clip_cov": "algorithm.clip_cov_low=-9.0",  # the example's advantages are too small for the paper's range
     }
     config = load_config(TrainConfig, [file], ["model.path=model", more.get(file.stem, "seed=0")]).config
     assert file.stem == "sft" or config.algorithm != AlgorithmConfig()

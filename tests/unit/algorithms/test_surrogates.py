@@ -12,7 +12,6 @@ from rltool.algorithms.contracts import example_tokens
 from rltool.algorithms.losses import (
     LossTokens,
     cispo_loss,
-    gmpo_loss,
     off_policy_sequence_mask,
     ppo_loss,
     sapo_loss,
@@ -56,7 +55,7 @@ def plain_token_losses(logprobs: torch.Tensor, tokens: LossTokens, a: AlgorithmC
         given = [float(tokens.advantages[t]) for t in own]
         for t, (p, q, advantage) in enumerate(zip(new, old, given, strict=True)):
             ratio = torch.exp(p - q)
-            if a.objective.kind == "gmpo":
+            if plain.example(a.objective) == "gmpo":
                 # The gradient of a token is its own share of the geometric mean, times the tokens of its sample.
                 detached = [x.detach() for x in new]
                 detached[t] = p
@@ -76,9 +75,9 @@ SETTINGS = [
     {"objective": {"kind": "cispo", "clip_low": 0.1, "clip_high": 0.1}},
     {"objective": "sapo"},
     {"objective": {"kind": "sapo", "temperature_pos": 3.0, "temperature_neg": 0.5}},
-    {"objective": "gmpo"},
-    {"objective": {"kind": "gmpo", "clip_low": 0.05, "clip_high": 0.1}},
-    {"objective": {"kind": "gmpo", "clip_low": 1.0, "clip_high": math.inf}},
+    plain.gmpo(0.3297, 0.4918),
+    plain.gmpo(0.05, 0.1),
+    plain.gmpo(1.0, math.inf),
     {"objective": "reinforce"},
     {"objective": {"ratio": "sequence", "clip_low": 0.02, "clip_high": 0.03}},
     {"objective": {"kind": "cispo", "ratio": "sequence"}},
@@ -100,17 +99,17 @@ def test_value_and_gradient_equal_plain_torch(settings, per_sample):
         assert theirs.abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("objective", [{"ratio": "sequence"}, {"kind": "gmpo", "clip_low": 0.1, "clip_high": 0.2}])
-def test_where_advantages_are_per_sample_the_token_form_is_the_papers_objective(objective):
+@pytest.mark.parametrize("settings", [{"objective": {"ratio": "sequence"}}, plain.gmpo(0.1, 0.2)])
+def test_where_advantages_are_per_sample_the_token_form_is_the_papers_objective(settings):
     """GSPO's eq. 5 and GMPO's algorithm 1 as written: one ratio a sample, whose gradient goes to all of its tokens."""
-    algorithm = AlgorithmConfig(objective=objective)
+    algorithm = AlgorithmConfig(**settings)
     logprobs, tokens = tokens_of_samples(per_sample=True)
     total = torch.zeros((), dtype=torch.float64)
     for i in range(tokens.num_samples):
         own = (tokens.sample == i).nonzero().squeeze(-1)
         new, old = logprobs[own], tokens.old_logprobs[own]
         advantage = float(tokens.advantages[own[0]])
-        if algorithm.objective.kind == "gmpo":
+        if plain.example(algorithm.objective) == "gmpo":
             ratio = plain.geometric_mean_of_clipped(list(new), list(old), [advantage] * len(own), algorithm)
         else:
             ratio = torch.exp((new - old).mean())
@@ -129,7 +128,7 @@ def test_two_tokens_of_a_sample_with_opposite_advantages_do_not_cancel_under_a_s
     assert logprobs.grad.tolist() == [-0.5, 0.5]
 
 
-@pytest.mark.parametrize("settings", [{"objective": {"ratio": "sequence"}}, {"objective": "gmpo"}])
+@pytest.mark.parametrize("settings", [{"objective": {"ratio": "sequence"}}, plain.gmpo(0.3297, 0.4918)])
 def test_a_token_weight_of_zero_masks_its_token_under_a_ratio_of_samples(settings):
     logprobs, tokens = tokens_of_samples(per_sample=True)
     weights = torch.tensor([float(t % 3 > 0) for t in range(len(logprobs))], dtype=torch.float64)
@@ -188,13 +187,15 @@ def test_the_pull_of_sapo_is_ppos_at_a_ratio_of_one_and_fades_faster_for_bad_tok
 
 
 def test_gmpo_clips_a_token_on_the_side_where_its_advantage_pulls_and_nowhere_else():
-    log_ratio = torch.tensor([1.0, -1.0, 1.0, -1.0], requires_grad=True)
+    logprobs = torch.tensor([1.0, -1.0, 1.0, -1.0], requires_grad=True)
     advantages, sample = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.tensor([0, 0, 1, 1])
-    found = gmpo_loss(log_ratio, advantages, sample, 2, clip_low=0.3297, clip_high=0.4918)
-    found.loss.sum().backward()
-    assert found.clipped.tolist() == [1, 0, 0, 1]
-    assert (log_ratio.grad != 0).tolist() == [False, True, True, False]
-    torch.testing.assert_close(found.ratio, torch.tensor([-0.3, -0.3, 0.3, 0.3]).exp(), rtol=1e-4, atol=0)
+    zeros = torch.zeros(4)
+    tokens = LossTokens(old_logprobs=zeros, advantages=advantages, sample=sample, num_samples=2, entropy=zeros)
+    loss = policy_objective(logprobs, tokens, AlgorithmConfig(objective="examples.algorithms:gmpo")).loss
+    loss.sum().backward()
+    assert (logprobs.grad != 0).tolist() == [False, True, True, False]
+    ratio = torch.tensor([-0.3, -0.3, 0.3, 0.3]).exp()
+    torch.testing.assert_close(loss.detach(), -ratio * advantages, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("per_sample", [True, False], ids=["per sample", "per token"])
@@ -226,7 +227,7 @@ def test_off_policy_samples_with_a_negative_advantage_have_no_loss_and_no_gradie
 def test_kl_cov_adds_the_distance_to_the_old_policy_at_the_chosen_tokens():
     logprobs, tokens = tokens_of_samples(per_sample=False)
     coefs = 0.7 * (torch.arange(len(logprobs)) % 4 == 0).double()
-    algorithm = AlgorithmConfig(kl_cov_fraction=0.3)
+    algorithm = AlgorithmConfig(entropy={"kind": "kl_cov", "fraction": 0.3})
     found, _ = policy_token_losses(logprobs, dataclasses.replace(tokens, kl_cov_coefs=coefs), None, algorithm)
     alone, _ = policy_token_losses(logprobs, tokens, None, AlgorithmConfig())
     difference = logprobs - tokens.old_logprobs
@@ -240,8 +241,8 @@ def test_weights_that_came_with_the_batch_take_the_place_of_the_configured_ones(
     logprobs, tokens = tokens_of_samples(per_sample=True)
     tokens = dataclasses.replace(tokens, ref_logprobs=tokens.old_logprobs - 0.3)
     ones = torch.ones(len(logprobs), dtype=torch.float64)
-    configured = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.2)
+    configured = AlgorithmConfig(kl={"kind": "loss", "coef": 0.1}, entropy={"kind": "bonus", "coef": 0.2})
     adapted = dataclasses.replace(tokens, kl_coefs=0.3 * ones, entropy_coefs=0.0 * ones)
     found, _ = policy_token_losses(logprobs, adapted, None, configured)
-    expected, _ = policy_token_losses(logprobs, tokens, None, AlgorithmConfig(kl_coef=0.3))
+    expected, _ = policy_token_losses(logprobs, tokens, None, AlgorithmConfig(kl={"kind": "loss", "coef": 0.3}))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 
 import pytest
@@ -10,9 +9,9 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
-from rltool.algorithms.token_selection import clip_cov, covariances, kl_cov, top_entropy
+from rltool.algorithms.token_selection import covariances, kl_cov, top_entropy
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.training.token_selection import step_generator, with_selected_tokens
+from rltool.training.token_selection import with_selected_tokens
 from tests import plain_algorithms as plain
 
 
@@ -24,8 +23,8 @@ def rollout() -> TrainBatch:
     return batch.replace(advantages=noise[0] + wild, old_entropies=noise[1].abs() + wild)
 
 
-def selected(settings: dict, *, seed: int = 0) -> tuple[TrainBatch, dict[str, float]]:
-    return with_selected_tokens(rollout(), AlgorithmConfig(**settings), step_generator(seed, 0))
+def selected(settings: dict) -> tuple[TrainBatch, dict[str, float]]:
+    return with_selected_tokens(rollout(), AlgorithmConfig(**settings))
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.2, 0.5, 0.99])
@@ -46,7 +45,7 @@ def test_a_whole_number_of_tokens_is_not_lost_to_rounding_and_ties_are_in():
 
 
 def test_tokens_of_low_entropy_have_no_policy_loss_and_stay_in_the_divisor():
-    found, metrics = selected({"top_entropy_fraction": 0.3})
+    found, metrics = selected({"entropy": {"kind": "high_entropy", "fraction": 0.3}})
     assert torch.equal(found.is_weights, top_entropy(found.old_entropies, found.loss_mask, fraction=0.3))
     assert found.num_loss_tokens == rollout().num_loss_tokens
     assert metrics["train/top_entropy_fraction"] == pytest.approx(float(found.is_weights.sum()) / found.num_loss_tokens)
@@ -65,7 +64,7 @@ def test_covariances_equal_a_plain_loop_and_average_to_the_covariance():
 
 
 def test_kl_cov_takes_the_highest_of_all_samples():
-    found, _ = selected({"kl_cov_fraction": 0.25, "kl_cov_coef": 0.5})
+    found, _ = selected({"entropy": {"kind": "kl_cov", "fraction": 0.25, "coef": 0.5}})
     expected = plain.covariances(rollout(), rollout().advantages)
     highest = sorted(expected, key=lambda t: -expected[t])[: int(0.25 * len(expected))]
     assert len(highest) > 2 and found.is_weights is None
@@ -73,60 +72,32 @@ def test_kl_cov_takes_the_highest_of_all_samples():
     assert set(found.kl_cov_coefs[highest].tolist()) == {0.5}
 
 
-def test_clip_cov_draws_from_the_range_alone_and_never_more_than_its_share():
-    batch = rollout()
-    covariance = covariances(batch.old_logprobs, batch.advantages, batch.loss_mask)
-    inside = (batch.loss_mask > 0) & (covariance > 0.05) & (covariance < 1.0)
-    seen = set()
-    for seed in range(50):
-        kept = clip_cov(
-            covariance, batch.loss_mask, fraction=0.2, low=0.05, high=1.0, generator=step_generator(seed, 0)
-        )
-        dropped = (kept == 0).nonzero().squeeze(-1).tolist()
-        assert len(dropped) == int(0.2 * batch.num_loss_tokens) < int(inside.sum())
-        seen |= set(dropped)
-    assert seen == set(inside.nonzero().squeeze(-1).tolist()), "every candidate is drawn some time, and nothing else"
-
-
 def test_at_least_one_token_is_picked_where_there_is_one():
     mask = torch.ones(4)
     covariance = torch.tensor([0.0, 2.0, 0.0, 9.0], dtype=torch.float64)
-    few = clip_cov(covariance, mask, fraction=1e-4, low=1.0, high=5.0, generator=step_generator(0, 0))
-    none = clip_cov(covariance, mask, fraction=0.5, low=3.0, high=5.0, generator=step_generator(0, 0))
-    assert few.tolist() == [1, 0, 1, 1] and none.tolist() == [1, 1, 1, 1]
     assert kl_cov(covariance, mask, fraction=1e-4).tolist() == [0, 0, 0, 1]
     assert kl_cov(covariance, torch.zeros(4), fraction=0.5).sum() == 0
 
 
 def test_what_is_left_out_keeps_out_beside_importance_weights():
     corrected = rollout().replace(is_weights=1.5 * rollout().loss_mask)
-    algorithm = AlgorithmConfig(
-        is_weights="token", top_entropy_fraction=0.5, clip_cov_fraction=0.3, clip_cov_low=-9.0, clip_cov_high=9.0
-    )
-    found, metrics = with_selected_tokens(corrected, algorithm, step_generator(0, 0))
+    algorithm = AlgorithmConfig(is_weights="token", entropy={"kind": "high_entropy", "fraction": 0.5})
+    found, _ = with_selected_tokens(corrected, algorithm)
     assert set(found.is_weights.tolist()) == {0.0, 1.5}
-    tokens = rollout().num_loss_tokens
-    assert metrics["train/clip_cov_fraction"] == pytest.approx(int(0.3 * tokens) / tokens)
-    assert not with_selected_tokens(corrected, AlgorithmConfig(), step_generator(0, 0))[1]
-
-
-def test_a_step_that_is_done_again_draws_the_same_tokens_and_another_step_or_seed_others():
-    draw = lambda seed, step: torch.randperm(1000, generator=step_generator(seed, step)).tolist()  # noqa: E731
-    assert draw(3, 5) == draw(3, 5)
-    assert len({tuple(draw(seed, step)[:9]) for seed in (0, 1, 2**63 - 1) for step in range(4)}) == 12
+    assert with_selected_tokens(corrected, AlgorithmConfig()) == (corrected, {})
 
 
 def test_what_the_choice_needs_is_named_when_it_is_missing():
-    for setting, name in (("top_entropy_fraction", "old_entropies"), ("kl_cov_fraction", "old_logprobs")):
-        algorithm = AlgorithmConfig(**{setting: 0.1})
+    for kind, name in (("high_entropy", "old_entropies"), ("kl_cov", "old_logprobs")):
+        algorithm = AlgorithmConfig(entropy=kind)
         with pytest.raises(ValueError, match=f"TrainBatch.{name} is None"):
-            with_selected_tokens(rollout().replace(**{name: None}), algorithm, step_generator(0, 0))
+            with_selected_tokens(rollout().replace(**{name: None}), algorithm)
 
 
 def test_no_choice_is_lost_when_samples_are_taken_apart():
     """What one optimizer step gets of the whole rollout's ranking."""
-    found, _ = selected({"kl_cov_fraction": 0.25, "top_entropy_fraction": 0.4})
-    parts = [found.select([i]) for i in range(found.num_samples)]
-    for name in ("is_weights", "kl_cov_coefs"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(found, name))
-    assert math.isclose(float(found.kl_cov_coefs.sum()), int(0.25 * found.num_loss_tokens))
+    for name, kind in (("is_weights", "high_entropy"), ("kl_cov_coefs", "kl_cov")):
+        found, _ = selected({"entropy": {"kind": kind, "fraction": 0.25}})
+        parts = [getattr(found.select([i]), name) for i in range(found.num_samples)]
+        assert torch.equal(torch.cat(parts), getattr(found, name))
+    assert float(found.kl_cov_coefs.sum()) == int(0.25 * found.num_loss_tokens)

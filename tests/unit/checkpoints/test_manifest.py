@@ -121,7 +121,7 @@ def test_missing_short_and_added_files_are_found(tmp_path):
         manifests.verify(final, manifest)
     (final / "evil.pkl").unlink()
     (final / "state" / "data.bin").write_bytes(b"w")
-    with pytest.raises(CheckpointDamaged, match="has 1 bytes, the manifest says 7"):
+    with pytest.raises(CheckpointDamaged, match="has 1 bytes, the manifest has 7"):
         manifests.verify(final, manifest)
     (final / "state" / "data.bin").unlink()
     with pytest.raises(CheckpointDamaged, match=r"data\.bin is missing"):

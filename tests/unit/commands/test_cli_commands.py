@@ -126,7 +126,7 @@ EXTRAS = (
 def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", source=None, platform="Linux", cpus=2,
-        memory=1 << 34, shared_memory=8 << 30, shared_memory_free=8 << 30, gpus=[], nccl_override=None, can_listen=None,
+        memory=1 << 34, shared_memory=8 << 30, gpus=[], nccl_override=None, can_listen=None,
         can_write_runs=None, sandbox=["a user namespace"], sandbox_problem=None,
         versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
@@ -369,7 +369,7 @@ def test_sources_that_were_both_given_are_not_asked_for(runs, capsys):
     code, output = run_main(["debug", "train-only", "--rollouts", "r", "--fake-data"], capsys)
     assert code == 2 and "--rollouts and --fake-data: give one of them" in output
     code, output = run_main(["debug", "train-only"], capsys)
-    assert code == 2 and "say where the rollouts come from" in output
+    assert code == 2 and "no source of rollouts" in output
 
 
 def test_a_malformed_address_is_quoted(runs, capsys):

@@ -96,7 +96,7 @@ def test_sigterm_leaves_no_engine_and_no_run_either(started, arguments, capsys, 
 def test_a_good_end_leaves_no_run_and_says_nothing_of_engines_that_are_gone(started, arguments, capsys, monkeypatch):
     during = []
 
-    def alone(config, engines, *, say):
+    def alone(config, engines, *, log):
         during.extend(list_runs())
         return SimpleNamespace(metrics={})
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from rltool.cli import main
-from rltool.commands.train import _told_apart, finish
+from rltool.commands.train import _marking_final_exit, finish
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, PartLost, RltoolError, SaveFailed, TrainingStopped, UsageError
 from rltool.processes.attempts import ENDED_FOR_GOOD
@@ -33,10 +33,10 @@ from rltool.training.session import Outcome
 )
 def test_only_a_fault_asks_for_another_attempt(error, code):
     plain = error.exit_code
-    with pytest.raises(RltoolError), _told_apart(0):
+    with pytest.raises(RltoolError), _marking_final_exit(0):
         raise error
     assert error.exit_code == plain, "without --restarts every failure is a 1"
-    with pytest.raises(RltoolError) as ended, _told_apart(1):
+    with pytest.raises(RltoolError) as ended, _marking_final_exit(1):
         raise error
     assert ended.value.exit_code == code
 
@@ -54,7 +54,7 @@ SAVED = Path("checkpoints/step_3")
         ),
         (
             Outcome(3, SAVED, None, 130, "Ctrl-C", gave_up=True),
-            "stopped by Ctrl-C after step 3; the training on the next rollout was given up",
+            "stopped by Ctrl-C after step 3; the training on the next rollout was dropped",
         ),
         (
             Outcome(0, None, None, 0, "SIGTERM"),
@@ -134,4 +134,4 @@ def test_a_fresh_run_is_named_only_where_it_is_made(tmp_path, monkeypatch, capsy
     monkeypatch.setattr("rltool.training.observe.report.print_plan", lambda *_: print("the plan"))
     assert train(capsys, "--dry-run") == (0, "the plan\n")
     monkeypatch.setattr("rltool.commands.train.finish", lambda *_, **__: None)
-    assert "(a fresh run)" in train(capsys)[1]
+    assert "(a new run)" in train(capsys)[1]

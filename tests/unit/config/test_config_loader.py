@@ -206,8 +206,8 @@ def test_a_name_of_the_users_own_stays_in_the_key():
 def test_a_configuration_made_in_python_is_refused_by_the_rules_between_its_keys():
     with pytest.raises(ValueError, match=r"rollout.prompts_per_step 33 .* such as 32"):
         TrainConfig(model={"path": "m"}, rollout={"prompts_per_step": 33}, optimizer_steps_per_rollout=2)
-    with pytest.raises(ValueError, match="algorithm.kl_in = \"reward\" would have no effect"):
-        TrainConfig(model={"path": "m"}, algorithm={"kl_in": "reward"})
+    with pytest.raises(ValueError, match="algorithm.distill_top_k = 64 would have no effect"):
+        TrainConfig(model={"path": "m"}, algorithm={"distill_top_k": 64})
 
 
 def test_a_rule_between_keys_names_where_each_of_them_was_set(tmp_path):

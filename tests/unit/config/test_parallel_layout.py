@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rltool.config.parallel import ParallelLayout
-from rltool.config.train import TrainerConfig
+from rltool.config.sections import TrainerConfig
 
 
 def test_data_parallel_is_what_the_model_parallel_sizes_leave():

@@ -70,18 +70,18 @@ def test_vllm_is_asked_by_its_own_route_and_with_the_plugin_by_one_that_only_rea
     stock, ours = dialect("vllm").checksums(), dialect("vllm", plugin=True).checksums()
     assert (stock.method, stock.path, stock.body) == ("POST", "/weight_checker", {"action": "checksum"})
     assert (ours.method, ours.path) == ("GET", "/rltool/checksums")
-    for speaks in (dialect("vllm"), dialect("vllm", plugin=True)):
-        assert speaks.parse_checksums({"checksums": {"tp0:a": "1"}}) == {"tp0:a": "1"}
-        assert speaks.parse_checksums(404) is None, "before 0.32"
+    for engine_dialect in (dialect("vllm"), dialect("vllm", plugin=True)):
+        assert engine_dialect.parse_checksums({"checksums": {"tp0:a": "1"}}) == {"tp0:a": "1"}
+        assert engine_dialect.parse_checksums(404) is None, "before 0.32"
 
 
 @pytest.mark.parametrize("shape", [lambda at: [at], lambda at: at], ids=["0.5.23", "0.5.17"])
 def test_sglangs_ranks_are_told_apart(shape):
     where = [{"tp_rank": rank, "dp_rank": 0, "pp_rank": 0} for rank in range(2)]
     ranks = [{"checksums": {"a": str(at["tp_rank"])}, "parallelism_info": shape(at)} for at in where]
-    speaks = dialect("sglang")
-    assert speaks.parse_checksums({"ranks": ranks}) == {"dp0:pp0:tp0:a": "0", "dp0:pp0:tp1:a": "1"}
-    assert speaks.parse_checksums(404) is None
+    engine_dialect = dialect("sglang")
+    assert engine_dialect.parse_checksums({"ranks": ranks}) == {"dp0:pp0:tp0:a": "0", "dp0:pp0:tp1:a": "1"}
+    assert engine_dialect.parse_checksums(404) is None
 
 
 def test_given_tokens_are_scored_by_both():

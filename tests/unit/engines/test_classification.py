@@ -130,9 +130,9 @@ def test_requests_and_replies():
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [1.0, float("inf")], [None], None])
 def test_a_score_that_is_no_number_is_the_engines_failure(values):
-    for speaks, reply in ((VLLM, {"data": [{"probs": values}]}), (SGLANG, {"embedding": values})):
+    for engine_dialect, reply in ((VLLM, {"data": [{"probs": values}]}), (SGLANG, {"embedding": values})):
         with pytest.raises(EngineError, match="expected one finite number for each label"):
-            speaks.parse_classify(reply)
+            engine_dialect.parse_classify(reply)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_a_model_with_one_label_needs_no_choice_and_one_with_several_does(reward
     one = reward_dir(id2label={"0": "LABEL_0"})
     check_reward_models(asks(one), [])
     three = reward_dir(id2label={"2": "good", "0": "bad", "1": "so-so"})
-    with pytest.raises(UsageError, match=r"3 labels \(0 bad, 1 so-so, 2 good\); say which.*label = NUMBER"):
+    with pytest.raises(UsageError, match=r"3 labels \(0 bad, 1 so-so, 2 good\); name the reward's.*label = NUMBER"):
         check_reward_models(asks(three), [])
     check_reward_models(asks(three, label=2), [])
     for label in (3, -1, "good"):

@@ -73,7 +73,7 @@ def test_one_host_of_eight_gpus_with_two_models_and_a_placeholder():
         "engine-1: vllm regular, group main, GPUs 5, http://127.0.0.1:20001",
         "engine-2: sglang regular, group judges, model judge (weights not updated), GPUs 6,7, http://127.0.0.1:9000",
         "placeholder: group trainer, GPUs 0,1,2,3",
-        "router-judge: model judge, all engines alike, a free port",
+        "router-judge: model judge, all engines in one pool, a free port",
     ]
 
 
@@ -182,7 +182,7 @@ def test_engines_share_gpus_where_it_is_asked_for_and_start_one_after_the_other(
     assert {launch.extra_args for launch in named.launches} == {tuple(own)}
     sglang = plan([{"engine": "sglang", "count": 3, "engines_per_gpu": 3}], ONE_HOST)
     assert [launch.extra_args[1] for launch in sglang.launches] == ["0.293", "0.415", "0.710"], "of what is free then"
-    with pytest.raises(ValueError, match="memory of the GPUs is left to nobody"):
+    with pytest.raises(ValueError, match="GPU memory would be left unused"):
         plan([{"engines_per_gpu": 2}], ONE_HOST)
     with pytest.raises(UsageError, match=r"'default': 4 x 1, 2 on the same GPUs, takes 2 GPUs, --gpus names 4"):
         plan([{"count": 4, "engines_per_gpu": 2, "gpus": [4, 5, 6, 7]}], ONE_HOST)

@@ -146,11 +146,9 @@ def test_a_paused_engine_does_not_serve_and_its_silence_is_no_failure():
 
 def test_a_pause_without_an_update_ends_where_it_began():
     world = World().serving(A)
-    epoch = world.fleet.membership_epoch
     world.fleet.pause(A)
     world.fleet.resume(A)
     assert world.fleet.serving() == (A,)
-    assert world.fleet.membership_epoch == epoch
 
 
 def test_an_engine_resumed_in_the_middle_of_an_update_is_stale():
@@ -291,10 +289,8 @@ def test_an_engine_whose_process_exited_is_dead_at_once_and_stale_when_it_is_bac
 
 def test_an_engine_that_restarts_while_paused_is_stale_when_it_is_resumed():
     world = World().serving(A)
-    epoch = world.fleet.membership_epoch
     world.fleet.pause(A)
     world.answers(A, boot_id="another process", version=str(V0))
-    assert world.fleet.membership_epoch > epoch
     world.fleet.resume(A)
     assert world.state(A) is State.STALE
 
@@ -559,59 +555,6 @@ def test_a_paused_engine_is_not_drained():
         world.fleet.drain(A, "in a hurry")
 
 
-# -- membership epoch
-
-
-def test_the_epoch_grows_when_an_engine_joins_leaves_dies_or_restarts():
-    world = World()
-    fleet = world.fleet
-    seen = [fleet.membership_epoch]
-
-    def grew() -> bool:
-        seen.append(fleet.membership_epoch)
-        return seen[-1] > seen[-2]
-
-    world.added(A, B)
-    assert not grew()
-    world.answers(A)
-    assert grew()
-    world.answers(B)
-    assert grew()
-    world.synced(V0, A, B)
-    assert not grew()
-    world.answers(A, boot_id="another process")
-    assert grew()
-    world.misses_probes(A, 2)
-    assert grew()
-    world.misses_probes(A, 4)
-    assert not grew()  # it had left with the suspicion
-    world.answers(A, boot_id="another process")
-    assert grew()
-    fleet.drain(B, "enough")
-    assert grew()
-    fleet.remove(B, "drained")
-    assert not grew()
-
-
-def test_the_epoch_grows_when_an_update_fails_for_its_group_is_broken():
-    world = World().serving(A)
-    epoch = world.fleet.membership_epoch
-    world.fleet.pause(A)
-    world.fleet.update_began(A)
-    world.fleet.update_failed(A, "broken pipe")
-    assert world.fleet.membership_epoch > epoch
-
-
-def test_engines_without_weights_do_not_move_the_epoch():
-    world = World().serving(A)
-    epoch = world.fleet.membership_epoch
-    world.added(JUDGE, takes_weights=False)
-    world.answers(JUDGE)
-    world.misses_probes(JUDGE, 6)
-    world.fleet.remove(JUDGE, "gone")
-    assert world.fleet.membership_epoch == epoch
-
-
 # -- transitions, commands, policy, versions
 
 
@@ -756,8 +699,7 @@ class Walk:
         fleet, rng = self.world.fleet, self.rng
         self.world.later(rng.choice([0.1, 1, 5, 30]))
         url = rng.choice(list(self.truth))
-        before, epoch = dict(fleet._members), fleet.membership_epoch
-        group = self.group()
+        before = dict(fleet._members)
         actions = [self.probe] * 8 + [self.break_down] * 3 + [self.requests] * 2 + [self.sync] * 6 + [self.command] * 4
         rng.choice([*actions, self.reboot, self.tick])(url)
         for told in fleet.take_transitions():
@@ -765,10 +707,7 @@ class Walk:
                 assert told.after in TRANSITIONS[told.before]
                 self.seen.add((told.before, told.after))
                 self.check_rule_one(told)
-        self.check_invariants(before, epoch, group)
-
-    def group(self) -> set[str]:
-        return {m.url for m in self.world.fleet.members() if Fleet._in_group(m)}
+        self.check_invariants(before)
 
     # -- what may happen
 
@@ -831,7 +770,7 @@ class Walk:
         fleet, rng = self.world.fleet, self.rng
         names = ["add", "pause", "resume", "drain", "remove", "restarted", "update_failed", "process_exited"]
         name = rng.choice([*names, "fall_asleep", "wake_up"])
-        snapshot, epoch = dict(fleet._members), fleet.membership_epoch
+        snapshot = dict(fleet._members)
         arguments = (url, "walk") if name in ("drain", "remove", "update_failed", "process_exited") else (url,)
         try:
             if name == "add":
@@ -839,7 +778,7 @@ class Walk:
             else:
                 getattr(fleet, name)(*arguments)
         except IllegalTransition:
-            assert (fleet._members, fleet.membership_epoch) == (snapshot, epoch)
+            assert fleet._members == snapshot
             return
         if name in ("restarted", "process_exited"):
             self.reboot(url)
@@ -859,11 +798,8 @@ class Walk:
         elif told.after is State.READY:
             assert told.before in (State.PAUSED, State.SUSPECT)
 
-    def check_invariants(self, before: dict, epoch: int, group: set[str]) -> None:
+    def check_invariants(self, before: dict) -> None:
         fleet = self.world.fleet
-        assert fleet.membership_epoch >= epoch
-        if self.group() != group:
-            assert fleet.membership_epoch > epoch
         for url in fleet.serving():
             truth, member = self.truth[url], fleet.member(url)
             assert member.state is State.READY

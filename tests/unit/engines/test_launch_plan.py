@@ -238,7 +238,7 @@ def test_an_interpreter_with_another_rltool_is_refused_for_vllm_only(tmp_path):
     [
         ({}, "no weights there"),
         ({"model.safetensors": b""}, "model.safetensors is no safetensors file, or it is cut off"),
-        ({"model.safetensors": b"\x02\0\0\0\0\0\0\0{}tail"}, "has 14 bytes, its header says 10"),
+        ({"model.safetensors": b"\x02\0\0\0\0\0\0\0{}tail"}, "has 14 bytes, its header needs 10"),
         ({"model.safetensors.index.json": b"{"}, "is no index of safetensors files"),
         ({"model.safetensors.index.json": b'{"weight_map": {"a": "x.safetensors"}}'}, "not there: x.safetensors"),
     ],

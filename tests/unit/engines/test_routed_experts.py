@@ -82,8 +82,8 @@ FOUND = chosen([*PROMPT, *ANSWER], ROUTING)
 
 
 def parsed(kind, found, *, reason="stop", request=REQUEST):
-    speaks, reply, pack = KINDS[kind]
-    [completion] = speaks.parse_generate(request, [reply(None if found is None else pack(found), reason)])
+    engine_dialect, reply, pack = KINDS[kind]
+    [completion] = engine_dialect.parse_generate(request, [reply(None if found is None else pack(found), reason)])
     return completion
 
 
@@ -159,8 +159,8 @@ def test_an_aborted_response_has_none_whatever_the_engine_says(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_engines_are_asked_for_experts_only_where_they_are_wanted(kind):
     assert parsed(kind, FOUND, request=replace(REQUEST, routing=None)).routed_experts is None
-    speaks = KINDS[kind][0]
-    (asked,), (plain,) = speaks.generate(REQUEST), speaks.generate(replace(REQUEST, routing=None))
+    engine_dialect = KINDS[kind][0]
+    (asked,), (plain,) = engine_dialect.generate(REQUEST), engine_dialect.generate(replace(REQUEST, routing=None))
     added = {"return_routed_experts": True} if kind == "sglang" else {}  # vLLM's server returns them, or does not
     assert asked.body == plain.body | added
 

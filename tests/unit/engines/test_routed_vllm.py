@@ -49,10 +49,10 @@ def test_all_samples_come_back_in_order(n):
     ]
 
 
-@pytest.mark.parametrize("speaks", [SPEAKS, dialect("vllm")])
-def test_greedy_samples_are_asked_for_one_by_one(speaks):
+@pytest.mark.parametrize("engine_dialect", [SPEAKS, dialect("vllm")])
+def test_greedy_samples_are_asked_for_one_by_one(engine_dialect):
     """vLLM refuses n above 1 at temperature 0, which evaluation may ask for."""
-    sent = speaks.generate(GenerateRequest((5, 6), SamplingParams(4, temperature=0.0), RID, n=3, seed=7))
+    sent = engine_dialect.generate(GenerateRequest((5, 6), SamplingParams(4, temperature=0.0), RID, n=3, seed=7))
     assert [http.body["sampling_params"].get("n", 1) for http in sent] == [1, 1, 1]
 
 

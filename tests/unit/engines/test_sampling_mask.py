@@ -65,7 +65,7 @@ def test_more_than_top_k_tokens_are_asked_for_since_vllm_keeps_those_that_tie():
 
 
 def test_sglang_refuses_to_be_asked():
-    with pytest.raises(UsageError, match="do not tell which tokens top_p and top_k left"):
+    with pytest.raises(UsageError, match="do not return the tokens that top_p and top_k leave"):
         dialect("sglang").generate(REQUEST)
 
 

@@ -150,7 +150,7 @@ def test_an_abort_is_a_request_for_each_sample_with_its_whole_id(n):
 
 
 def test_an_empty_id_is_never_sent_for_it_is_a_prefix_of_all():
-    with pytest.raises(ValueError, match="everybody"):
+    with pytest.raises(ValueError, match="every client"):
         SPEAKS.abort([RID, ""])
     assert SPEAKS.abort([]) == []
 

@@ -56,10 +56,10 @@ def test_a_newer_version_is_refused_by_name_unless_allowed(kind, version):
     ("kind", "version", "mode", "message"),
     [
         ("vllm", "0.32.0", "keep", None),
-        ("vllm", "0.31.0", "abort", "does not tell the weight version"),
+        ("vllm", "0.31.0", "abort", "does not report the weight version"),
         ("vllm", "0.29.0", "keep", "install vLLM 0.32"),
         ("sglang", "0.5.17", "keep", 'weights.pause_mode to "abort"'),
-        ("sglang", "0.5.18", "keep", "one weight version for a whole response"),
+        ("sglang", "0.5.18", "keep", "one weight version for a response"),
         ("sglang", "0.5.17", "abort", None),
         ("sglang", "0.5.17", "auto", None),
         ("sglang", "0.5.19", "keep", None),

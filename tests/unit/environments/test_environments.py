@@ -190,7 +190,7 @@ def test_an_environment_that_raises_fails_its_sample_and_is_closed(play, where):
 
 def test_an_environment_that_hangs_fails_its_sample(play):
     sample, _ = play(lambda: Counting(0, hangs_in="step"), "yes", call_seconds=0.01)
-    assert sample.status is SampleStatus.FAILED and "deadlines.environment = 0.01 s" in sample.failure
+    assert sample.status is SampleStatus.FAILED and "deadlines.call = 0.01 s" in sample.failure
     assert Counting.made[0].closed == 1
 
 

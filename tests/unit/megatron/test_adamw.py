@@ -36,6 +36,18 @@ def test_steps_are_those_of_torch_bit_for_bit():
             assert torch.equal(a, b)
 
 
+def test_moments_that_were_made_before_the_first_step_are_those_that_it_would_make():
+    ours, early = parameters(), parameters()
+    mine, made = GroupStepAdamW(groups(ours), **SETTINGS), GroupStepAdamW(groups(early), **SETTINGS)
+    made.make_moments()
+    assert [len(made.state[p]) for p in early] == [2, 2]
+    for seed in range(2):
+        step(mine, ours, seed)
+        step(made, early, seed)
+        made.make_moments()  # what is there stays
+    assert all(torch.equal(a, b) for a, b in zip(ours, early, strict=True))
+
+
 def test_the_step_stands_in_the_group_and_survives_a_round_trip():
     ours, again = parameters(), parameters()
     mine = GroupStepAdamW(groups(ours), **SETTINGS)

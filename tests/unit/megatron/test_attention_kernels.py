@@ -180,7 +180,11 @@ def flash_attn(installed, monkeypatch):
 @pytest.mark.parametrize(
     "case", [{}, {"groups": 4}, {"window": 20}, {"blocks": True}, {"blocks": True, "window": 20}, {"scale": 0.3}]
 )
-def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case):
+def test_flash_attention_4_comes_first_where_it_agrees(flash_attn, case, capsys):
+    attention._say_once.cache_clear()
+    assert judged(shape(**case), backend="auto") is attention.flash_attention_4
+    assert judged(shape(**case, heads=8), backend="auto") is attention.flash_attention_4
+    assert capsys.readouterr().out.splitlines() == ["attention: FlashAttention 4"], "once, whatever the shapes"
     assert judged(shape(**case), backend="auto") is attention.flash_attention_4
     assert judged(shape(**case), backend="flash_attention_4") is attention.flash_attention_4
     assert judged(shape(**case), backend="transformer_engine") is attention.transformer_engine_attention

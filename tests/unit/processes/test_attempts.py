@@ -21,7 +21,7 @@ class Story:
         self.chapters, self.said, self.begun = chapters, [], 0
         self.faults = 0
         self.attempts = Attempts(
-            self.command, restarts=restarts, say=self.said.append, stopped=lambda pid: stopped, on_fault=self.fault
+            self.command, restarts=restarts, log=self.said.append, stopped=lambda pid: stopped, on_fault=self.fault
         )
 
     def command(self, number):
@@ -102,11 +102,11 @@ def test_a_signal_between_two_attempts_ends_it_there():
 def test_a_signal_while_the_next_attempt_is_announced_ends_it_there():
     story = Story("exit 7", "exit 0", restarts=5)
 
-    def say(line):
+    def log(line):
         story.said.append(line)
         signal.raise_signal(signal.SIGTERM)
 
-    story.attempts._say = say
+    story.attempts._log = log
     assert story.attempts.run() == 7 and (story.begun, len(story.said)) == (1, 1)
 
 

@@ -485,3 +485,28 @@ def test_an_import_that_points_back_is_found(file, text):
 )
 def test_a_heavy_import_in_a_wrong_place_is_found(file, text):
     assert len(misplaced(list(imports_of(text, file)))) == 1
+
+
+def in_circles(imports: list[Import]) -> list[str]:
+    """Modules that import themselves by way of others."""
+    graph: dict[str, set[str]] = {}
+    for found in imports:
+        graph.setdefault("rltool." + found.file.removesuffix(".py").replace("/", "."), set()).add(found.module)
+
+    def reached(start: str) -> set[str]:
+        seen, left = set(), [start]
+        while left:
+            new = graph.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        return seen
+
+    return sorted(module for module in graph if module in reached(module))
+
+
+def test_no_module_of_the_configuration_imports_itself_by_way_of_others_not_even_for_types():
+    assert in_circles([found for found in all_imports() if found.room == "config"]) == []
+    back = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from rltool.config.train import TrainConfig"
+    circle = [*imports_of("from rltool.config.rules import RULES", "config/train.py"),
+              *imports_of(back, "config/rules.py")]  # fmt: skip
+    assert in_circles(circle) == ["rltool.config.rules", "rltool.config.train"]

@@ -7,6 +7,7 @@ import pytest
 
 from rltool.algorithms.contracts import check_advantage_function, check_loss_function
 from rltool.config.import_path import load_callable
+from rltool.config.methods import EXAMPLES as METHODS
 from rltool.engines.types import GenerateRequest
 from rltool.errors import ContractViolation
 from rltool.rollout.contracts import (
@@ -50,21 +51,23 @@ CHECKS = {
 }
 
 
-def table():
-    """setting -> import path, as the examples' page has them."""
-    return dict(re.findall(r'`([\w.]+) = "([\w.:]+)"`', (EXAMPLES / "README.md").read_text()))
+TABLE = re.findall(r'`([\w.]+) = "([\w.:]+)"`', (EXAMPLES / "README.md").read_text())
+"""(setting, import path), as the examples' page has them."""
 
 
-@pytest.mark.parametrize("setting", CHECKS)
-def test_an_example_keeps_the_contract_of_its_setting(setting):
-    CHECKS[setting](table()[setting])
+@pytest.mark.parametrize(("setting", "path"), TABLE)
+def test_an_example_keeps_the_contract_of_its_setting(setting, path):
+    CHECKS[setting](path)
 
 
 def test_the_table_has_every_example_and_each_names_its_own_setting():
-    assert table().keys() == CHECKS.keys()
+    assert {setting for setting, _ in TABLE} == CHECKS.keys()
     files = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
-    assert {path.split(":")[0].split(".")[1] for path in table().values()} == files
-    for setting, path in table().items():
+    assert {path.split(":")[0].split(".")[1] for _, path in TABLE} == files
+    assert {f"algorithm.{of} = examples.algorithms:{kind}" for kind, of in METHODS.items()} == {
+        f"{setting} = {path}" for setting, path in TABLE if "algorithms:" in path
+    }
+    for setting, path in TABLE:
         assert f'{setting} = "{path}"' in load_callable(path, setting=setting).__doc__
 
 

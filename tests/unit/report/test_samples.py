@@ -266,7 +266,7 @@ def test_directories_are_taken_as_runs_are(run, tmp_path, capsys, monkeypatch):
         assert code == 0 and text.startswith(name) and "zero" in text, word
     recorded(tmp_path / "dump" / "second")
     code, text = call(capsys, "dump")
-    assert code == 2 and "say which of dump/heldout, dump/second" in text
+    assert code == 2 and "give one of dump/heldout, dump/second" in text
     (tmp_path / "empty").mkdir()
     assert "holds no recorded rollouts" in call(capsys, "empty")[1]
 

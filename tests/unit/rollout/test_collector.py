@@ -8,16 +8,18 @@ import random
 import tempfile
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from rltool.algorithms.batch import fetched
 from rltool.engines.types import Completion, VersionSpan
 from rltool.errors import EngineError, EngineRejected, RltoolError, TrainingStopped
 from rltool.processes.tasks import TaskFailed
 from rltool.rollout import collector as collector_module
 from rltool.rollout.admission import AdmissionPolicy
+from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.collector import CollectionInterrupted, Collector, CollectorConfig, GroupFailed
 from rltool.rollout.data import Prompt, PromptSource
 from rltool.rollout.groups import GroupState
@@ -25,8 +27,8 @@ from rltool.rollout.rewards.pool import RewardFailure
 from rltool.rollout.rewards.scoring import FailureLimit, Scorer
 from rltool.rollout.sample import SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest
-from rltool.rollout.snapshot import books, kept_samples, restore, snapshot
-from tests.declared import declare_surprise, table_of_its_own
+from rltool.rollout.snapshot import books, encoded, kept_samples, restore
+from tests.declared import Store, declare_surprise, table_of_its_own
 
 RUN = "a" * 32
 SETTINGS = {"samples_per_prompt": 2, "run_seed": 7, "group_deadline": 5.0, "batch_deadline": 10.0, "max_filtered": 1000}
@@ -100,6 +102,10 @@ async def batches(collector, steps, *, first=0):
         publish(collector, step)
         found.append(await collector.next(step))
     return found
+
+
+def snapshot(collector, done, *, keeps_partial):
+    return encoded(*books(collector, done, keeps_partial=keeps_partial), run_seed=collector.config.run_seed)
 
 
 def taken_up(collector, kept):
@@ -236,7 +242,7 @@ def test_a_group_that_takes_too_long_names_its_deadline():
 def test_a_batch_that_does_not_come_names_its_deadline_and_what_there_is():
     async def run():
         work = Work(Versions(), delay=lambda g: 60.0)
-        with pytest.raises(RltoolError, match=r"deadlines.batch = 0.05 s.*'running': 2"):
+        with pytest.raises(RltoolError, match=r"deadlines.step = 0.05 s.*'running': 2"):
             await batches(make(work, AdmissionPolicy(batch=2), batch_deadline=0.05), 1)
 
     asyncio.run(run())
@@ -418,7 +424,8 @@ def test_a_batch_in_hand_is_kept_until_its_step_is_done_and_not_after_it(policy)
     asyncio.run(run())
 
 
-def test_a_checkpointed_buffer_keeps_a_declared_field_of_samples_that_go_on_growing():
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_checkpointed_buffer_keeps_a_declared_field_of_samples_that_go_on_growing(wide):
     async def run():
         collector = make(Work(Versions(), bring={"surprise": array("f", [0.5])}), policy := AdmissionPolicy(batch=3))
         publish(collector, 0)
@@ -428,12 +435,15 @@ def test_a_checkpointed_buffer_keeps_a_declared_field_of_samples_that_go_on_grow
         taken_up(resumed, kept)
         samples = [s for group in resumed.ledger.groups(GroupState.READY) for s in group.samples]
         assert samples and all(s.surprise == array("f", [0.5, 0.5]) for s in samples)
+        store = Store()
+        [batch] = fetched([samples_to_batch([replace(s, reward=1.0) for s in samples], put=store.put)], store.get)
+        assert bool(store.asked) == wide and set(batch.surprise.tolist()) == {0.0, 0.5}
         _, copies = books(collector, 0, keeps_partial=True)
         one.append_environment_tokens([1])
         assert len(one.surprise) == 3 and all(len(copy.surprise) == 2 for copy in copies)
 
     with table_of_its_own():
-        declare_surprise()
+        declare_surprise(wide=wide)
         asyncio.run(run())
 
 

@@ -215,7 +215,7 @@ def test_the_chat_template_is_told_of_tools(tmp_path, written, monkeypatch):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "a", "tools": [TOOL]}, "only a chat template can tell"),
+        ({"prompt": "a", "tools": [TOOL]}, "only a chat template passes"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": "[{"}, "the tools are no valid JSON"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": {"a": 1}}, "must be a list of objects"),
     ],

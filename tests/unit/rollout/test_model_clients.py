@@ -41,7 +41,7 @@ def test_when_it_is_back_the_deadline_counts(monkeypatch):
         judge.back.set()
         hangs = asyncio.ensure_future(asyncio.Event().wait())
         said = await ended_in_time([hangs], 0.05, judge.models)
-        assert said == "no answer within deadlines.reward = 0.05 s"
+        assert said == "no answer within deadlines.call = 0.05 s"
         hangs.cancel()
 
     asyncio.run(run())
@@ -67,7 +67,7 @@ def test_without_models_it_is_a_plain_deadline():
 
         hangs, done = asyncio.ensure_future(asyncio.Event().wait()), asyncio.ensure_future(quick())
         assert await ended_in_time([done], 60.0, models) is None
-        assert await ended_in_time([hangs, done], 0.05, models) == "no answer within deadlines.reward = 0.05 s"
+        assert await ended_in_time([hangs, done], 0.05, models) == "no answer within deadlines.call = 0.05 s"
         assert done.done() and not hangs.done()
         hangs.cancel()
 

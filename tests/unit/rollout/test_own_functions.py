@@ -30,10 +30,19 @@ from rltool.rollout.own_rollout import OwnCollector
 from rltool.rollout.rewards.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.versions import VersionBook
-from rltool.rollout.snapshot import snapshot
 from rltool.training.advantages import with_advantages
 from rltool.training.manager.actor import ManagerFailed, failing_in_order
-from tests.unit.rollout.test_collector import RUN, Versions, Work, batches, make, numbers, publish, taken_up
+from tests.unit.rollout.test_collector import (
+    RUN,
+    Versions,
+    Work,
+    batches,
+    make,
+    numbers,
+    publish,
+    snapshot,
+    taken_up,
+)
 
 HERE = "tests.unit.rollout.test_own_functions:"
 

@@ -69,7 +69,7 @@ FAILURES = [
     ({"do": "return", "value": "__import__('torch').tensor(1.0)"}, None),
     ({"do": "die"}, "ended its process (killed by SIGKILL)"),
     ({"do": "leave"}, "ended its process (exit code 3)"),
-    ({"do": "hang"}, "no answer within deadlines.reward = 1 s"),
+    ({"do": "hang"}, "no answer within deadlines.call = 1 s"),
     ({"lock": (lambda: None)}, "cannot be sent to a reward worker"),
 ]
 
@@ -125,7 +125,7 @@ def test_a_worker_is_used_again_and_one_that_died_in_between_is_replaced_without
 
 def test_a_killed_worker_takes_along_what_its_function_started(tmp_path):
     (outcome,) = score([sample(do="spawn_and_hang", file=str(tmp_path / "pid"))], timeout=1.0)
-    assert outcome == RewardFailure("no answer within deadlines.reward = 1 s")
+    assert outcome == RewardFailure("no answer within deadlines.call = 1 s")
     child = int((tmp_path / "pid").read_text())
     psutil.wait_procs([psutil.Process(child)] if psutil.pid_exists(child) else [], timeout=10)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
@@ -168,7 +168,7 @@ def test_an_async_function_that_fails_or_hangs_fails_its_sample_alone():
     assert reasons(score(samples, function="awaits", timeout=1.0)) == [
         0.0,
         "KeyError: 'answer'",
-        "no answer within deadlines.reward = 1 s",
+        "no answer within deadlines.call = 1 s",
         3.0,
         "RuntimeError: SystemExit: 3",
     ]
@@ -182,7 +182,7 @@ def test_an_async_function_that_ignores_its_cancellation_is_not_waited_for():
         end.set()
         return outcomes
 
-    assert reasons(with_pool(scenario, function="awaits", timeout=0.1)) == ["no answer within deadlines.reward = 0.1 s"]
+    assert reasons(with_pool(scenario, function="awaits", timeout=0.1)) == ["no answer within deadlines.call = 0.1 s"]
 
 
 def test_the_workers_are_gone_after_close_and_a_score_in_progress_says_so():

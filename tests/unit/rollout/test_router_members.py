@@ -258,7 +258,7 @@ def test_a_worker_that_does_not_leave_is_named_and_waited_for_in_bounded_time(mo
     rig.look()
     assert rig.now == router_members.REMOVE_SECONDS
     assert rig.router.calls == [f"remove {A}"], "asked once a look"
-    assert rig.lines == [f"router {Router.url}: it did not let go of {A} within 10 s"]
+    assert rig.lines == [f"router {Router.url}: it did not remove {A} within 10 s"]
 
 
 def test_a_registration_that_does_not_come_about_holds_up_one_look_and_is_asked_for_again(monkeypatch):

@@ -65,7 +65,7 @@ def test_a_failure_is_told_to_the_fleet_and_another_engine_is_asked():
 
 def test_tokens_that_every_engine_fails_on_are_given_up_after_three():
     engines = StandIn(a=EngineUnreachable("gone"), b=EngineUnreachable("gone too"))
-    with pytest.raises(PoisonousRequest, match="model teacher: scoring 2 tokens was given up after 3 failures"):
+    with pytest.raises(PoisonousRequest, match="model teacher: scoring 2 tokens failed 3 times"):
         asyncio.run(scores(engines).score([3, 4]))
     assert engines.asked[:2] == ["a", "b"] and len(engines.asked) == 3
 

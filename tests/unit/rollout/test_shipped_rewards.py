@@ -366,7 +366,7 @@ def test_an_own_function_takes_the_place_of_a_groups_rewards(name, options, rewa
     [
         ("one_too_few", "returned 2 values for a group of 3 samples"),
         ("not_a_number", "returned nan"),
-        ("for_ever", "reward.group: no answer within deadlines.reward = 0.05 s"),
+        ("for_ever", "reward.group: no answer within deadlines.call = 0.05 s"),
         ("leaves", "SystemExit: 3"),
         ("leaves_async", "SystemExit: 3"),
     ],

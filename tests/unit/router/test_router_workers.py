@@ -109,7 +109,7 @@ def test_remove_is_done_when_somebody_else_removed_it_meanwhile(run):
 
 def test_a_worker_that_never_leaves_is_an_error(run):
     router = ScriptedRouter(remove=[{"status": "accepted"}], list=[listing((ENGINE.url, True))])
-    with pytest.raises(EngineUnreachable, match="did not let go"):
+    with pytest.raises(EngineUnreachable, match="did not remove"):
         run(remove_worker, router, ENGINE.url, timeout=0.2)
 
 

@@ -44,7 +44,7 @@ def describe(model, **changes):
 
 
 BROKEN = [
-    (cut_off, "its header says"),
+    (cut_off, "its header needs"),
     (lambda m: (m / "model.safetensors").unlink(), "has neither model.safetensors nor"),
     (lambda m: (m / "model.safetensors.index.json").write_text("[]"), "is no index of safetensors files"),
     (lambda m: change_weights(m, lambda t: t.pop(NAME)), f"missing tensors for Qwen2ForCausalLM: {NAME}"),
@@ -68,7 +68,7 @@ def test_train_and_debug_look_at_the_weights_before_they_start_anything(model, t
     sets = [f"model.path={model}", f'data.train=["{tmp_path}/p.jsonl"]', "algorithm.loss=sft"]
     for replay in (None, Replay(None)):
         loaded = load_config(TrainConfig, [], sets if replay is None else sets[:1])
-        with pytest.raises(UsageError, match="its header says"):
+        with pytest.raises(UsageError, match="its header needs"):
             prepare(loaded, RunDirectory(tmp_path / "run"), resume=False, replay=replay)
     assert not (tmp_path / "run").exists()
 

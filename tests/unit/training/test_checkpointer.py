@@ -10,7 +10,7 @@ import pytest
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints.completion import Saved
 from rltool.checkpoints.manifest import FILE, Manifest, describe_files, to_text
-from rltool.config.train import CheckpointConfig
+from rltool.config.sections import CheckpointConfig
 from rltool.errors import PartLost, SaveFailed
 from rltool.rollout.measure.dump import DumpError
 from rltool.terminal import Console

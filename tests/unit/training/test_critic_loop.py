@@ -83,7 +83,7 @@ def on_policy_batch(step: int = 0) -> Any:
     )
 
 
-KL = ["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"]
+KL = ["algorithm.kl={kind='reward', coef=0.1}"]
 
 
 @pytest.mark.parametrize(

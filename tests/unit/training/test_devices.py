@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from rltool.config.train import RayConfig, TrainConfig
+from rltool.config.sections import RayConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training import prepare
 from rltool.training.cluster import ray_cluster as cluster

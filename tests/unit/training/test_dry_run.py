@@ -102,7 +102,7 @@ def test_one_host_colocate():
         "engines that train starts (ports are found then):",
         "  engine-0: vllm regular, group default, GPUs 0,1, http://127.0.0.1:20000",
         "  engine-1: vllm regular, group default, GPUs 2,3, http://127.0.0.1:20001",
-        "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.6 "
+        "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.600 "
         "(engines.groups: flags), beside the trainer's parameters",
     ]
 
@@ -134,6 +134,21 @@ def test_four_hosts_colocate():
             f"  engine-{n}: vllm regular, group default, host 10.0.0.{n}, GPUs 0,1,2,3,4,5,6,7, http://10.0.0.{n}:20000"
             for n in range(4)
         ),
-        "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.6 "
+        "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.600 "
         "(engines.groups: flags), beside the trainer's parameters",
     ]
+
+
+def test_two_engines_on_the_trainers_gpu():
+    lines = dry_run(ONE, ranks=1, mode="colocate", groups=({"count": 2, "engines_per_gpu": 2},))
+    assert lines[-3:] == [
+        "  engine-0: vllm regular, group default, GPUs 0, http://127.0.0.1:20000",
+        "  engine-1: vllm regular, group default, GPUs 0, http://127.0.0.1:20001",
+        "  group default: on the trainer's GPUs, asleep while it trains; awake --gpu-memory-utilization 0.300 "
+        "(engines.groups: flags), beside the trainer's parameters; 2 engines on each GPU",
+    ]
+
+
+def test_managed_engines_that_share_gpus_of_their_own():
+    lines = dry_run(ONE, ranks=1, mode="managed", groups=({"count": 3, "engines_per_gpu": 2},))
+    assert [line.split(", ")[2] for line in lines if line.startswith("  engine-")] == ["GPUs 1", "GPUs 1", "GPUs 2"]

@@ -22,7 +22,7 @@ def follow(file):
     said: list[str] = []
 
     def run(first, *states, data_url=None):
-        following = EndpointsFollow(file, first, data_url=data_url, say=said.append)
+        following = EndpointsFollow(file, first, data_url=data_url, log=said.append)
         for state in states:
             following.follow(lambda state=state: state)
         return resolve([f"@{file}"])
@@ -55,7 +55,7 @@ def test_the_model_is_found_by_its_engines_whatever_its_name(file, follow):
 
 
 def test_a_run_that_was_given_bare_addresses_has_a_file_from_the_first_change_on(file, follow):
-    EndpointsFollow(file, [A], data_url=ROUTER, say=follow.said.append).follow(lambda: [A])
+    EndpointsFollow(file, [A], data_url=ROUTER, log=follow.said.append).follow(lambda: [A])
     assert not file.exists(), "nothing has changed"
     found = follow([A], [A, B], data_url=ROUTER)
     assert urls(found) == [A.url, B.url] and found.data_url == ROUTER
@@ -69,7 +69,7 @@ def test_a_file_that_others_made_has_the_whole_fleet_after_a_change(file, follow
 
 
 def test_a_router_that_others_took_out_of_the_file_stays_out(file, follow):
-    following = EndpointsFollow(file, [A], data_url=ROUTER, say=follow.said.append)
+    following = EndpointsFollow(file, [A], data_url=ROUTER, log=follow.said.append)
     following.follow(lambda: [A, B])
     Endpoints(models={"policy": ModelEndpoints(engines=(A, B))}).save(file)  # as serve-engines does that gave it up
     following.follow(lambda: [A, B, C])
@@ -79,7 +79,7 @@ def test_a_router_that_others_took_out_of_the_file_stays_out(file, follow):
 
 def test_a_file_that_cannot_be_written_is_said_and_the_run_goes_on(file, follow):
     file.write_text("{")
-    EndpointsFollow(file, [A], data_url=None, say=follow.said.append).follow(lambda: [A, B])
+    EndpointsFollow(file, [A], data_url=None, log=follow.said.append).follow(lambda: [A, B])
     assert len(follow.said) == 1 and str(file) in follow.said[0]
 
 

@@ -118,14 +118,14 @@ def test_what_holds_for_an_engine_is_sound_by_itself_and_has_a_store_where_it_ta
 @pytest.mark.parametrize(
     ("sections", "settings", "message"),
     [
-        ([{"transport": "disk"}], {}, 'says of no engine.*match = "10.8.*" or group = "NAME"'),
+        ([{"transport": "disk"}], {}, 'selects no engine.*match = "10.8.*" or group = "NAME"'),
         ([{"match": "", "transport": "disk"}], {}, "at least 1 character"),
         ([{"match": "a:*"}], {}, 'match = "a:\\*": sets nothing: give transport, staged or delta'),
         ([{"match": "a:*", "group": "b"}], {}, 'match = "a:\\*" and group = "b": sets nothing'),
         ([{"match": "a:*", "transport": "tcp"}], {}, "Input should be 'auto'"),
         ([{"match": "a:*", "store": "/x"}], {}, "Extra inputs are not permitted"),
         ([{"match": "a:*", "transport": "disk", "staged": True}], {}, 'with match = "a:\\*": staged has no effect'),
-        ([{"match": "a:*", "transport": "disk"}], {"staged": True}, "staged has no effect.*say there what holds"),
+        ([{"match": "a:*", "transport": "disk"}], {"staged": True}, "staged has no effect.*set there what holds"),
         ([{"match": "a:*", "transport": "disk"}], {"staged": "auto"}, "staged has no effect"),
         ([{"group": "g", "delta": True}], {"staged": True}, 'group = "g": staged has no effect with delta'),
         ([{"match": "a:*", "delta": True, "staged": "auto"}], {}, "staged has no effect with delta"),

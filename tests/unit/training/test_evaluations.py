@@ -52,7 +52,7 @@ def run_beside(tmp_path, world, *, steps=6, every=2, progress=None, **settings):
     run.loop.checkpoints = run.saves = JudgedSaves()
     run.loop.evaluations._checkpoints = run.saves
     run.said = []
-    run.writer.say = run.said.append
+    run.writer.log = run.said.append
     return run
 
 

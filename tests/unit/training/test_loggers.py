@@ -10,7 +10,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.config.sections import MonitorConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.terminal import Console

@@ -7,11 +7,13 @@ import json
 import math
 import shutil
 import signal
+import time
+import weakref
 
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide
 from rltool.config.rollout import EnginesConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
@@ -75,6 +77,9 @@ class World:
         return {"eval/heldout/accuracy": self.accuracy}
 
     # trainer
+    def take_gpus(self):
+        return {}
+
     def logprobs(self, batch, weights="policy"):
         self._do("logprobs" if weights == "policy" else weights)
         return torch.full((len(batch.tokens),), self.trainer_logprob)
@@ -195,7 +200,7 @@ def test_a_trimmed_batch_has_no_more_optimizer_steps_than_configured_however_man
 
 def test_the_reference_is_asked_only_when_there_is_a_kl_term(tmp_path):
     world = World()
-    Run(tmp_path, world, steps=1, algorithm={"kl_coef": 0.1}).loop.run()
+    Run(tmp_path, world, steps=1, algorithm={"kl": {"kind": "loss", "coef": 0.1}}).loop.run()
     assert world.calls.count("reference") == 1 and world.batches[0].ref_logprobs is not None
 
 
@@ -324,10 +329,10 @@ def stops_in_update(number, run):
 @pytest.mark.parametrize(
     ("every_steps", "stops_in", "updates", "done", "saves", "says"),
     [
-        (1, 5, 5, 1, [1], "given up after the optimizer step in progress"),  # of two epochs of two: the first
+        (1, 5, 5, 1, [1], "dropped after the optimizer step in progress"),  # of two epochs of two: the first
         (1, 8, 8, 2, [1, 2], "then a checkpoint is written"),  # the last
         (0, 5, 8, 2, [2], "come to their end first, for steps before it are in no checkpoint"),
-        (0, 2, 2, 0, [], "given up after the optimizer step in progress"),
+        (0, 2, 2, 0, [], "dropped after the optimizer step in progress"),
     ],
 )
 def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cost_steps_before_it(
@@ -339,7 +344,7 @@ def test_a_signal_in_the_training_on_a_rollout_gives_it_up_unless_that_would_cos
         checkpoint={"every_steps": every_steps},
     )  # fmt: skip
     stops_in_update(stops_in, run)
-    run.stop._say = said.append
+    run.stop._log = said.append
     with run.stop.installed():
         assert run.loop.run().step == done
     assert world.calls.count("update") == updates and run.saves == saves and says in said[0]
@@ -389,7 +394,7 @@ def test_after_a_signal_no_sync_begins(tmp_path):
 
 def test_after_the_last_step_a_signal_promises_no_checkpoint_that_is_not_written(tmp_path):
     run, said = Run(tmp_path, World(), checkpoint={"save_at_end": False}), []
-    run.stop._say = said.append
+    run.stop._log = said.append
     plain = run.world.sync_weights
 
     def sync(step):
@@ -406,7 +411,7 @@ def test_after_the_last_step_a_signal_promises_no_checkpoint_that_is_not_written
 def test_what_fails_after_a_signal_is_said_and_the_run_ends_as_it_was_told_to(tmp_path):
     world, said = World(), []
     run = Run(tmp_path, world, steps=9)
-    run.writer.say = said.append
+    run.writer.log = said.append
 
     def sync(*_, **__):
         signal.raise_signal(signal.SIGINT)
@@ -489,7 +494,7 @@ def test_the_error_that_ends_a_step_is_not_hidden_by_a_record_that_cannot_be_wri
     run = Run(tmp_path, world, eval={})
     on_a_full_disk(run.writer)
     said = []
-    run.writer.say = said.append
+    run.writer.log = said.append
     with pytest.raises(EngineError, match="gone"):
         run.loop.run()
     assert run.saves == [1] and "metrics cannot be written" in said[0]
@@ -603,7 +608,7 @@ def test_a_checkpoint_that_fails_after_an_error_is_told_beside_it_and_not_in_its
 
     world.next_batch, run.saves.finish = fails_to_deliver, fails
     said = []
-    run.writer.say = said.append
+    run.writer.log = said.append
     with pytest.raises(RltoolError, match="failing rewards"):
         run.loop.run()
     assert said[-1] == "no checkpoint of this state: the rollout manager died"
@@ -750,6 +755,35 @@ def test_a_run_whose_directory_is_removed_says_so_at_once_and_at_its_end_and_kee
 # -- samples that are kept
 
 
+class Reference:
+    """To a block of samples."""
+
+
+def test_references_to_wide_fields_are_dropped_before_the_weights_are_synced(tmp_path):
+    class WideWorld(World):
+        held: tuple[weakref.ref[Reference], ...] = ()
+
+        def next_batch(self, step):
+            blocks = Reference(), Reference()
+            self.held = tuple(map(weakref.ref, blocks))
+            wide = Wide(("teacher_topk_ids",), blocks, torch.tensor([[0, 0], [1, 0], [0, 1], [1, 1]]))
+            return SourcedBatch(make_batch(version=step).replace(wide=(wide,)), kept={0: kept_record(0)})
+
+        def train_step(self, batch):
+            assert batch.has("teacher_topk_ids") and all(block() is not None for block in self.held)
+            return {"train/loss": 0.1, **self.optimizer_step()}
+
+        def sync_weights(self, step):
+            assert not any(block() for block in self.held)
+            return super().sync_weights(step)
+
+    world = WideWorld()
+    rollout = {"prompts_per_step": 2}
+    run = run_with_samples(tmp_path, world, algorithm={"kl_coef": 0.1}, optimizer_steps_per_rollout=2, rollout=rollout)
+    run.loop.run()
+    assert world.calls.count("update") == 4 and world.calls.count("sync") == 3 and len(world.held) == 2
+
+
 def kept_record(row):
     return SampleRecord(
         group=row, index=0, prompt="p", text="a", reward=float(row), status="completed", prompt_tokens=1, tokens=("a",),
@@ -822,6 +856,47 @@ def test_every_metric_of_the_loop_is_explained_in_the_docs(tmp_path):
     names = {name for record in run.records() for name in record if "/" in name}
     assert undocumented(names) == []
     assert {"train/effective_sample_fraction", "train/tokens_per_second", "time/non_generation_seconds"} <= names
+
+
+def test_the_parts_of_a_step_are_the_whole_step(tmp_path, monkeypatch):
+    """By a clock that only the parts move. What is inside another part (wake, logprobs, generate) is not added."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    class Turns(World):
+        def next_batch(self, step):
+            now[0] += 10
+            return super().next_batch(step)
+
+        def take_gpus(self):
+            now[0] += 0.3
+            return {"time/sleep_seconds": 0.1, "time/onload_seconds": 0.2}
+
+        def optimizer_step(self):
+            now[0] += 3
+            return super().optimizer_step()
+
+        def update_reference(self):
+            now[0] += 0.7
+
+        def sync_weights(self, step):
+            now[0] += 0.9
+            return {**super().sync_weights(step), "time/offload_seconds": 0.4, "time/sync_seconds": 0.5}
+
+        def evaluated(self, *, wait):
+            now[0] += 2
+            return super().evaluated(wait=wait)
+
+    algorithm = {"kl_coef": 0.1, "reference_update_steps": 1}
+    run = Run(tmp_path, Turns(), steps=3, algorithm=algorithm, eval={"sets": {"heldout": "h"}, "every_steps": 1})
+    run.loop.run()
+    steps = [record for record in run.records() if "train/loss" in record]
+    parts = ("wait", "sleep", "onload", "train", "reference", "offload", "sync", "eval")
+    for record in steps:
+        assert sum(record.get(f"time/{part}_seconds", 0.0) for part in parts) == pytest.approx(
+            record["time/step_seconds"]
+        )
+    assert {f"time/{part}_seconds" for part in parts} <= steps[0].keys()
 
 
 def test_a_long_rollout_says_how_long_it_will_take():

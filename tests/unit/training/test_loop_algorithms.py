@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.batch import TrainBatch, Wide, fetched
 from rltool.algorithms.contracts import example_batch
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.stopping import StopSignal
 from tests import plain_algorithms as plain
+from tests.declared import Store
 from tests.unit.training.test_loop import Saves
 
 RESPONSE = 6
@@ -32,6 +33,7 @@ class RememberingTrainer:
         }
         self.asked: list[str] = []
         self.trained: list[TrainBatch] = []
+        self.store = Store()
 
     def logprobs(self, batch: TrainBatch, *, weights: str = "policy") -> torch.Tensor:
         self.asked.append(weights)
@@ -41,9 +43,10 @@ class RememberingTrainer:
         self.asked.append("policy with entropies")
         return self.known["policy"].clone(), ENTROPIES
 
-    def teacher_topk(self, batch: TrainBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def with_teacher_fields(self, batch: TrainBatch) -> TrainBatch:
         self.asked.append("teacher's tokens")
-        return TOPK_IDS, -TOPK_IDS.float()
+        values = {"teacher_topk_ids": TOPK_IDS, "teacher_topk_logprobs": -TOPK_IDS.float()}
+        return batch.replace(wide=(*batch.wide, Wide.cut(values, batch.lengths, self.store.put)))
 
     def forward_backward(self, batch: TrainBatch, *, on_policy: bool = False) -> tuple[torch.Tensor, dict[str, float]]:
         assert on_policy == (batch.old_logprobs is None)
@@ -79,10 +82,10 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("sets", "asked", "metrics"),
     [
-        (["algorithm.kl_coef=0.1"], ["reference"], []),
+        (["algorithm.kl={kind='loss', coef=0.1}"], ["reference"], []),
         (["algorithm.overlong_buffer=3"], [], ["train/overlong_fraction"]),
         (
-            ["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+            ["algorithm.advantage=reinforce_pp", "algorithm.kl={kind='reward', coef=0.1}"],
             ["policy", "reference"], ["train/kl"],
         ),
         (["algorithm.advantage=distill", "model.teacher_path=teacher"], ["policy", "teacher"], []),
@@ -95,7 +98,7 @@ def expected_advantages(config: TrainConfig) -> torch.Tensor:
             ["policy"], ["train/is_weight_mean", "train/vetoed_fraction"],
         ),
         (["algorithm.distill_coef=0.2", "model.teacher_path=teacher"], ["policy", "teacher"], []),
-        (["algorithm.advantage=opo", "algorithm.objective=reinforce"], [], []),
+        (["algorithm.advantage=examples.algorithms:opo", "algorithm.objective=reinforce"], ["policy"], []),
         (
             ["algorithm.is_mask=sequence", "algorithm.is_mask.low=0.95", "algorithm.is_mask.high=1.05"],
             ["policy"], ["train/masked_fraction"],
@@ -130,6 +133,8 @@ def test_the_teachers_tokens_go_to_every_optimizer_step(more, asked):
     trainer, _, config = train("algorithm.distill_kl_coef=1.0", "model.teacher_path=teacher", *more)
     assert trainer.asked == asked
     (batch,) = trainer.trained
+    assert batch.teacher_topk_ids is None, "the driver has references"
+    (batch,) = fetched([batch], trainer.store.get)
     order = batch.tokens  # tokens of the example are numbered
     assert torch.equal(batch.teacher_topk_ids, TOPK_IDS[order])
     assert torch.equal(batch.teacher_topk_logprobs, -TOPK_IDS[order].float())
@@ -177,7 +182,9 @@ def test_one_optimizer_step_in_two_epochs_is_not_on_policy():
 
 
 def test_entropies_come_with_the_old_log_probabilities_and_mask_the_policy_loss():
-    trainer, metrics, config = train("algorithm.top_entropy_fraction=0.25", "optimizer_steps_per_rollout=2")
+    trainer, metrics, config = train(
+        "algorithm.entropy={kind='high_entropy', fraction=0.25}", "optimizer_steps_per_rollout=2"
+    )
     assert trainer.asked == ["policy with entropies"]
     mask = example_batch().loss_mask
     expected = (mask > 0) & (torch.quantile(ENTROPIES[mask > 0].double(), 0.75) <= ENTROPIES)
@@ -189,7 +196,7 @@ def test_entropies_come_with_the_old_log_probabilities_and_mask_the_policy_loss(
 
 def test_tokens_are_ranked_over_the_whole_rollout_and_not_over_an_optimizer_step():
     trainer, metrics, config = train(
-        "algorithm.kl_cov_fraction=0.2", "algorithm.kl_cov_coef=0.5", "optimizer_steps_per_rollout=2"
+        "algorithm.entropy={kind='kl_cov', fraction=0.2, coef=0.5}", "optimizer_steps_per_rollout=2"
     )
     whole = plain.covariances(example_batch(), expected_advantages(config))
     highest = sorted(whole, key=lambda t: -whole[t])[: int(0.2 * len(whole))]

@@ -17,7 +17,7 @@ from rltool.training.loop import Progress
 from rltool.training.session import _load
 from tests.unit.training.test_loop import Run, World
 
-BOTH = {"kl_coef": 0.1, "kl_target": 0.05, "entropy_target": 0.2}
+BOTH = {"kl": {"kind": "loss", "coef": 0.1, "target": 0.05}, "entropy": {"kind": "bonus", "target": 0.2}}
 
 
 class Measuring(World):
@@ -73,7 +73,7 @@ def test_a_penalty_in_the_reward_is_weighed_by_the_present_coefficient(tmp_path)
     world = World()
     world.known = {"policy": -1.0, "reference": -1.5}
     world.logprobs = lambda batch, weights="policy": torch.full((len(batch.tokens),), world.known[weights])
-    algorithm = {"kl_coef": 0.1, "kl_target": 0.25, "kl_in": "reward", "kl_estimator": "k1"}
+    algorithm = {"kl": {"kind": "reward", "coef": 0.1, "target": 0.25, "estimator": "k1"}}
     made = Run(tmp_path, world, steps=2, algorithm={"advantage": "reinforce_pp", **algorithm})
     made.loop.run()
     # k1 is 0.5 at each token, twice the target: the weight grows by 2 % a step.
@@ -83,12 +83,14 @@ def test_a_penalty_in_the_reward_is_weighed_by_the_present_coefficient(tmp_path)
 def test_the_reference_follows_every_so_many_steps_before_the_engines_are_told(tmp_path):
     world = World()
     world.update_reference = lambda: world._do("new reference")
-    Run(tmp_path, world, steps=5, eval={}, algorithm={"kl_coef": 0.1, "reference_update_steps": 2}).loop.run()
+    Run(
+        tmp_path, world, steps=5, eval={}, algorithm={"kl": {"kind": "loss", "coef": 0.1, "reference_update_steps": 2}}
+    ).loop.run()
     told = [call for call in world.calls if call in ("sync", "new reference", "reference")]
     assert told == ["sync", *["reference", "sync", "reference", "new reference", "sync"] * 2, "reference", "sync"]
 
 
 def test_fixed_weights_travel_with_no_batch_and_no_checkpoint(tmp_path):
-    made, world = run(tmp_path, 2, kl_coef=0.1, entropy_coef=0.01)
+    made, world = run(tmp_path, 2, kl={"kind": "loss", "coef": 0.1}, entropy={"kind": "bonus", "coef": 0.01})
     assert all(batch.kl_coefs is None and batch.entropy_coefs is None for batch in world.batches)
     assert made.loop.progress.coefficients is None

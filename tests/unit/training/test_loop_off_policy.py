@@ -61,7 +61,7 @@ def on_policy_batch() -> Any:
     ("sets", "calls"),
     [
         ([], ["forward and backward", "optimizer"]),
-        (["algorithm.kl_coef=0.1"], ["forward of the reference", "forward and backward", "optimizer"]),
+        (["algorithm.kl={kind='loss', coef=0.1}"], ["forward of the reference", "forward and backward", "optimizer"]),
         (["algorithm.is_weights=token"], ["forward and backward", "optimizer"]),
         (["algorithm.is_weights=sequence"], ["forward of the policy", "forward and backward", "optimizer"]),
         (["optimizer_steps_per_rollout=2"], ["forward of the policy", *["forward and backward", "optimizer"] * 2]),

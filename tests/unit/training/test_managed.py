@@ -9,10 +9,13 @@ import ray
 from ray.exceptions import RayError
 
 from rltool.config.serve import EngineLaunch
+from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.launch.startup import Phase
 from rltool.training.cluster import managed
 from rltool.training.cluster.managed import ManagedEngines, by_model
+from rltool.training.cluster.placement import plan_placement
+from rltool.training.cluster.places import Place
 
 
 def launch(index: int, model: str, **changes: object) -> EngineLaunch:
@@ -58,3 +61,14 @@ def test_what_engines_do_is_asked_beside_the_wait_and_a_host_that_does_not_answe
     assert engines.starting == "engine-0: loading weights 50%; engine-1: compiling"
     see(3.0)
     assert engines.starting.startswith("engine-0") and looked == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_engines_that_share_gpus_are_in_the_same_bundle():
+    """Managed ones: two bundles of two GPUs for three engines."""
+    groups = ({"count": 3, "tp": 2, "engines_per_gpu": 2},)
+    config = TrainConfig(model={"path": "m"}, engines={"mode": "managed", "groups": groups})
+    engines = object.__new__(ManagedEngines)
+    engines._plan = plan_placement(config, gpu=True)
+    assert len(engines._plan.engines) == 2
+    engines._places = [Place(1, "node", "127.0.0.1", (1, 2)), Place(2, "node", "127.0.0.1", (3, 4))]
+    assert [[seat.gpus for seat in taken] for taken in engines._seats()] == [[(1, 2)], [(1, 2)], [(3, 4)]]

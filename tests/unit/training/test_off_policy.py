@@ -121,12 +121,10 @@ def test_a_masked_stale_token_has_no_part_in_its_samples_ratio(level):
     [
         {},
         {"overlong_buffer": 3},
-        {"advantage": "rloo", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+        {"advantage": "rloo", "kl": {"kind": "reward", "coef": 0.2, "estimator": "k1"}},
         {
             "advantage": "reinforce_pp_baseline",
-            "kl_coef": 0.2,
-            "kl_in": "reward",
-            "kl_estimator": "k2",
+            "kl": {"kind": "reward", "coef": 0.2, "estimator": "k2"},
             "whiten_advantages": False,
         },
     ],
@@ -150,7 +148,10 @@ def test_a_sample_without_a_loss_counts_in_its_groups_baseline_as_before(setting
 
 def test_a_masked_token_gets_no_gradient_and_its_numbers_reach_no_other():
     algorithm = AlgorithmConfig(
-        kl_coef=0.1, entropy_coef=0.1, is_weights={"kind": "token", "cap": math.inf}, loss_reduction="sample"
+        kl={"kind": "loss", "coef": 0.1},
+        entropy={"kind": "bonus", "coef": 0.1},
+        is_weights={"kind": "token", "cap": math.inf},
+        loss_reduction="sample",
     )
     gradients = []
     for wild in (0.0, 7.0):
@@ -187,10 +188,10 @@ ENGINES = "algorithm.old_logprobs=rollout"
         (["algorithm.is_weights=token", "algorithm.is_veto=1e-4"], True),
         (["algorithm.is_weights=sequence"], True),
         (["algorithm.is_mask=geometric"], True),
-        (["algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], True),
+        (["algorithm.kl={kind='reward', coef=0.1}"], True),
         ([ENGINES], False),
         ([ENGINES, SEVERAL], False),
-        ([ENGINES, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"], False),
+        ([ENGINES, "algorithm.kl={kind='reward', coef=0.1}"], False),
         (["algorithm.advantage=gae"], False),
         (["algorithm.advantage=gae", "critic.warmup_rollouts=1"], True),
         (["algorithm.advantage=gae", "critic.warmup_rollouts=1", ENGINES], True),

@@ -1,7 +1,8 @@
 import pytest
 
 from rltool.config.rollout import EnginesConfig
-from rltool.config.train import TrainConfig, TrainerConfig
+from rltool.config.sections import TrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.cluster.placement import plan_placement
 
@@ -56,3 +57,22 @@ def test_rollout_only_has_no_trainer_bundles_and_train_only_no_engine_bundles():
 
 def test_on_the_cpu_no_gpu_is_asked_for():
     assert plan_placement(config("managed"), gpu=False).total("GPU") == 0
+
+
+def shared(mode: str, world_size: int, **group) -> TrainConfig:
+    made = config(mode, world_size)
+    return made.model_copy(update={"engines": EnginesConfig(mode=mode, groups=({"engines_per_gpu": 2, **group},))})
+
+
+def test_engines_that_share_gpus_ask_for_these_once():
+    managed = plan_placement(shared("managed", 1, count=3, tp=2), gpu=True)
+    assert [bundle["GPU"] for bundle in managed.engines] == [2, 2] and len(managed.slots) == 3
+    colocated = plan_placement(shared("colocate", 1, count=2), gpu=True)
+    assert (len(colocated.slots), colocated.total("GPU")) == (2, 1)
+    with pytest.raises(UsageError, match="takes 2 GPUs, and the trainer has 1.*set engines_per_gpu"):
+        plan_placement(shared("colocate", 1, count=3), gpu=True)
+
+
+def test_colocated_engines_on_the_cpu_have_no_gpu_to_share_and_are_as_many():
+    plan = plan_placement(shared("colocate", 1, count=2), gpu=False)
+    assert [slot.shares for slot in plan.slots] == [(0,), (0,)] and plan.total("GPU") == 0

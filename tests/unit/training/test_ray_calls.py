@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
 
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
 from rltool.megatron.runtime import OtherRankFailed
 from rltool.training.cluster import ray_calls
-from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all
+from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all, has_crashed
 from rltool.training.ranks.rank_handles import RankHandles
 from rltool.weights.transport import Receiver, Rendezvous
 from tests.ranks import plan_of
@@ -55,6 +55,14 @@ def test_a_rank_without_gpu_memory_says_who_holds_it_and_what_to_set(first):
     assert "trainer.max_tokens_per_micro_batch" in str(found) and "trainer.recompute" in str(found)
 
 
+def test_samples_that_died_with_their_owner_are_a_lost_part_and_a_dead_rank_comes_before_them():
+    lost = raised(OwnerDiedError("ab" * 28, b"", "call site"))
+    found = cause({"trainer rank 0": raised(RuntimeError(GLOO)), "trainer rank 1": lost}, [])
+    assert isinstance(found, PartLost) and has_crashed(lost)
+    assert str(found).startswith("trainer rank 1 was to read what another process of the run held")
+    assert str(cause({"trainer rank 1": lost, "a": ActorDiedError()}, [])).startswith("a died:")
+
+
 def test_a_rank_that_hangs_is_named_by_those_that_waited_for_it_in_vain():
     found = cause({"trainer rank 0": raised(RuntimeError(GLOO))}, ["trainer rank 1", "trainer rank 2"])
     assert str(found).startswith("trainer rank 1 and trainer rank 2 hangs: no answer, and trainer rank 0 waited for it")
@@ -83,7 +91,7 @@ def test_a_death_is_told_in_one_line_with_its_pid_and_what_to_do(guesses):
     said = str(cause({"trainer rank 1": error}, []))
     assert said == (
         "trainer rank 1 (pid 4711) died: Worker unexpectedly exits with a connection error code 2. End of file. It was "
-        "killed (by the kernel for memory? `dmesg` tells), or crashed. Its log tells more (`rltool logs`); go on with "
+        "killed (by the kernel for memory? see `dmesg`), or crashed. See its log (`rltool logs`); go on with "
         "`rltool train --resume`"
     )
 

@@ -2,7 +2,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from rltool.config.train import ModelConfig, RayConfig, TrainConfig
+from rltool.config.sections import ModelConfig, RayConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
 from rltool.training.cluster.placement import plan_placement
 from rltool.training.cluster.ray_cluster import ray_cluster

@@ -58,7 +58,7 @@ def test_the_thread_stays_for_ray_ends_with_the_thread_that_started_it():
 
 def test_a_start_that_takes_too_long_is_one_line_with_the_name_of_its_deadline():
     slow = Slow()
-    with pytest.raises(RayStartFailed, match=r"did not start within deadlines.ray_start = 0.3 s") as failed:
+    with pytest.raises(RayStartFailed, match=r"did not start within deadlines.start = 0.3 s") as failed:
         start_ray(slow, 0.3, lambda _: None, None)
     assert "\n" not in str(failed.value) and len(slow.processes) == 2, "what was started late is ended too"
 
@@ -106,7 +106,7 @@ def test_a_start_that_meets_rays_own_limit_is_made_again_with_nothing_left_of_th
 
 def test_but_not_beyond_the_deadline():
     for start in (timed_out, lambda: (time.sleep(0.2), timed_out())):
-        with pytest.raises(RayStartFailed, match=r"within deadlines.ray_start = 0.5 s"):
+        with pytest.raises(RayStartFailed, match=r"within deadlines.start = 0.5 s"):
             start_ray(start, 0.5, lambda _: None, None)
 
 
@@ -130,7 +130,7 @@ try:
     begun[part].kill()
     if waits == "elsewhere":
         time.sleep(60)
-    ray_calls.get_all(["ref"], 60, "deadlines.batch", who=["the rollout manager"])
+    ray_calls.get_all(["ref"], 60, "deadlines.step", who=["the rollout manager"])
 except PartLost as error:
     watch.close()
     print("raised:", error)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from rltool.config.train import MonitorConfig, TrainConfig
+from rltool.config.sections import MonitorConfig
+from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.training.ranks.profiling import StepRecording, check_recording
 

@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from io import StringIO
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from ray.exceptions import RayTaskError
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.launch.plan import EnginePlan
 from rltool.errors import PartLost, RltoolError
 from rltool.masking import MASK
 from rltool.processes.run_directory import RunDirectory
@@ -79,27 +81,86 @@ def test_a_save_in_flight_is_waited_for_unless_the_ranks_may_hang_or_nobody_want
 def test_a_log_that_cannot_be_written_ends_no_run(tmp_path):
     screen = StringIO()
     console = LoggedConsole(Console(file=screen, width=200), tmp_path / "train.log")
-    console._log.file = FullDisk()
-    console.say("step 1")
-    console.say("step 2")
+    console._file_console.file = FullDisk()
+    console.log_line("step 1")
+    console.log_line("step 2")
     assert screen.getvalue().splitlines() == [
         "step 1", f"{tmp_path}/train.log cannot be written: No space left on device", "step 2",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("beside", "order"),
+    [
+        (True, ["engines begin", "build", "load", "warm up", "offload", "engines serve"]),
+        (False, ["build", "load", "offload", "engines begin", "engines serve"]),
+    ],
+    ids=["room for both", "one after the other"],
+)
+def test_engines_load_beside_the_trainer_unless_they_measure_what_it_leaves(tmp_path, monkeypatch, beside, order):
+    done: list[str] = []
+
+    class Recording(Ranks):
+        devices = ()
+
+        def start(self, steps, while_waiting):
+            done.append("build")
+
+        def warm_up(self, while_waiting):
+            done.append("warm up")
+
+        def offload(self, while_waiting):
+            done.append("offload")
+
+    class Managed:
+        starting = ""
+
+        def __init__(self, *_):
+            pass
+
+        def start(self, look):
+            done.append("engines begin")
+
+        def wait(self, look):
+            done.append("engines serve")
+            raise RltoolError("far enough")
+
+        def close(self):
+            pass
+
+    def load(*_):
+        done.append("load")
+        return SimpleNamespace(progress=None, lineage=None)
+
+    for name, value in {
+        "ray_cluster": lambda *_, **__: nullcontext(), "placed": lambda *_: nullcontext(object()), "_load": load,
+        "find_places": lambda *_, **__: [], "TrainerGroup": Recording, "ManagedEngines": Managed,
+        "describe_devices": lambda *_: "cpu", "run_facts": lambda *_: {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(session, name, value)
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 8}')
+    loaded = load_config(TrainConfig, [], [f"model.path={model}", 'engines.mode="colocate"', "engines.groups=[{}]"])
+    plan = replace(plan_placement(loaded.config, gpu=False), starts_beside=beside)
+    run = RunDirectory(tmp_path / "runs" / "a")
+    prepared = Prepared(loaded, run, plan, "cpu", None, None, expected=EnginePlan(()))
+    with RunLock(run) as lock, StopSignal().installed() as stop, pytest.raises(RltoolError, match="far enough"):
+        execute(prepared, lock, Console(file=StringIO(), width=300), stop)
+    assert done == order
 
 
 def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"vocab_size": 8}')
-    deadlines = ["deadlines.placement=7", "deadlines.ray_start=9"]
-    loaded = load_config(TrainConfig, [], [f"model.path={model}", *deadlines, "reward.options.api_key=hunter2"])
+    sets = [f"model.path={model}", "deadlines.start=9", "reward.options.api_key=hunter2"]
+    loaded = load_config(TrainConfig, [], sets)
     lines = StringIO()
 
     @contextmanager
     def no_ray(*_, **__):
-        assert lines.getvalue().endswith(
-            "starting Ray (deadlines.ray_start = 9 s)\n"
-        )  # said before, not after the wait
+        assert lines.getvalue().endswith("starting Ray (deadlines.start = 9 s)\n"), "said before the wait"
         yield
 
     monkeypatch.setattr(session, "ray_cluster", no_ray)
@@ -125,11 +186,11 @@ def test_every_phase_names_what_is_waited_for_and_its_deadline(tmp_path, monkeyp
     said = lines.getvalue().splitlines()
     assert said[1:] == [
         "engines: 2 x vllm",
-        "starting Ray (deadlines.ray_start = 9 s)",
-        "placing the ranks (deadlines.placement = 7 s)",
+        "starting Ray (deadlines.start = 9 s)",
+        "placing the ranks (deadlines.start = 9 s)",
         "building the model on 1 rank (trainer.rendezvous_timeout = 300 s)",
         "trainer: cpu",
-        f"loading {model} (deadlines.trainer_call = 7200 s)",
-        "reading the data (deadlines.batch = 7200 s)",
+        f"loading {model} (deadlines.step = 7200 s)",
+        "reading the data (deadlines.step = 7200 s)",
     ]
     assert (tmp_path / "runs" / "a" / "logs" / "latest" / "train.log").read_text().splitlines() == said

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
+from rltool.algorithms.batch import Wide, fetched
 from rltool.algorithms.contracts import example_batch
-from rltool.config.train import ModelConfig, TrainConfig, TrainerConfig
-from rltool.training.ranks.sharding import Sharder
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
+from rltool.megatron.offload import PARTS
+from rltool.training.ranks.sharding import Sharder, Shards
+from rltool.training.ranks.trainer_actor import TrainerActor
+from tests.declared import Store
 
 
 def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_the_batch():
@@ -27,5 +33,55 @@ def test_what_ranks_compute_of_their_micro_batches_comes_back_in_the_order_of_th
         return [None, [of(micro) for micro in parts[0]], None, [of(micro) for micro in parts[1]]]
 
     assert torch.equal(shards.in_order(coordinates, computed(lambda micro: micro.old_logprobs)), batch.old_logprobs)
-    wide = shards.in_order(coordinates, computed(lambda micro: torch.stack([micro.tokens, 2 * micro.tokens], 1)))
-    assert torch.equal(wide, torch.stack([batch.tokens, 2 * batch.tokens], 1))
+    pairs = shards.in_order(coordinates, computed(lambda micro: torch.stack([micro.tokens, 2 * micro.tokens], 1)))
+    assert torch.equal(pairs, torch.stack([batch.tokens, 2 * batch.tokens], 1))
+
+    store = Store()
+
+    def put(micro):
+        ids = torch.stack([micro.tokens, 2 * micro.tokens], 1).int()
+        return Wide.cut({"teacher_topk_ids": ids, "teacher_topk_logprobs": ids.float()}, micro.lengths, store.put)
+
+    scored = batch.replace(wide=(shards.wide_in_order(coordinates, computed(put)),))
+    assert scored.teacher_topk_ids is None and len(store.blocks) == sum(map(len, parts))
+    for samples in (list(range(batch.num_samples)), [2, 0]):
+        [found] = fetched([scored.select(samples)], store.get)
+        assert torch.equal(found.teacher_topk_ids.long(), pairs[found.tokens])  # tokens of the example are numbered
+        assert torch.equal(found.teacher_topk_logprobs, found.teacher_topk_ids.float())
+
+
+def test_micro_batches_without_samples_are_not_taken_for_any_samples_fields():
+    batch, store = example_batch(), Store()
+    shards = Shards(batch, [[[1, 0, 2], []], [[3], list(range(4, batch.num_samples))]])
+    results = [
+        [Wide.cut({"routed_experts": micro.tokens[:, None].byte()}, micro.lengths, store.put) for micro in parts]
+        for parts in map(shards.micro_batches, (0, 1))
+    ]
+    wide = shards.wide_in_order([SimpleNamespace(dp_rank=rank) for rank in (0, 1)], results)
+    [found] = fetched([batch.replace(wide=(wide,))], store.get)
+    assert torch.equal(found.routed_experts[:, 0], batch.tokens.byte())
+    assert store.asked == [["block 0", "block 2", "block 3"]]
+
+
+class Model:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.away: tuple[str, ...] = ()
+
+    def discard_gradients(self) -> None:
+        self.calls.append("discard")
+
+    def offload(self, parts) -> None:
+        self.calls.append("offload")
+
+    def give_back(self, parts) -> None:
+        self.calls.append("give back")
+
+
+@pytest.mark.parametrize(("stays", "calls"), [(False, ["discard", "offload"]), (True, ["give back"])])
+def test_ranks_that_have_room_beside_the_engines_move_nothing(stays, calls):
+    actor = TrainerActor.__ray_metadata__.modified_class(TrainConfig(model={"path": "m"}), 0, None, stays=stays)
+    model = Model()
+    actor._started = SimpleNamespace(trainer=model, critic=None)
+    actor.offload(PARTS)
+    assert model.calls == calls

@@ -22,8 +22,8 @@ def check(*sets: str) -> None:
     "sets",
     [
         [],
-        ["algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"', 'algorithm.kl_estimator="k1"'],
-        ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"', "algorithm.kl_unbiased=true"],
+        ["algorithm.kl={kind='reward', coef=0.1, estimator='k1'}"],
+        ["algorithm.kl={kind='loss', coef=0.1, estimator='k1', unbiased=true}"],
         ['algorithm.advantage="distill"', "model.teacher_path=teacher", "rollout.samples_per_prompt=1"],
         ['algorithm.advantage="reinforce_pp"', "rollout.samples_per_prompt=1", "algorithm.advantage.gamma=0.9"],
         [
@@ -46,7 +46,7 @@ def check(*sets: str) -> None:
         ['algorithm.loss="sft"', 'algorithm.loss_reduction="constant"', "algorithm.loss_length=7"],
         ["rollout.max_staleness=2", "algorithm.mask_tokens_older_than=1", 'algorithm.old_logprobs="rollout"'],
         ["rollout.partial_rollout=true", "rollout.oversampling_factor=1.5", "algorithm.mask_tokens_older_than=0"],
-        ['algorithm.old_logprobs="rollout"', "algorithm.kl_coef=0.1", 'algorithm.kl_in="reward"'],
+        ['algorithm.old_logprobs="rollout"', "algorithm.kl={kind='reward', coef=0.1}"],
         [
             "algorithm.is_weights=token",
             "algorithm.is_weights.cap=inf",
@@ -62,25 +62,25 @@ def check(*sets: str) -> None:
         [
             "algorithm.objective.clip_high=inf",
             "algorithm.objective.clip_low=1.0",
-            "algorithm.kl_cov_fraction=1e-3",
+            "algorithm.entropy={kind='kl_cov', fraction=1e-3}",
             "epochs_per_rollout=2",
         ],
-        ["algorithm.kl_cov_fraction=1e-3", "algorithm.old_logprobs=rollout"],
+        ["algorithm.entropy={kind='kl_cov', fraction=1e-3}", "algorithm.old_logprobs=rollout"],
         [
             "algorithm.advantage.credit=turn",
             "algorithm.advantage.turn_gamma=0.4",
             "rollout.environment=tests.unit.environments.own_environments:Counting",
         ],
-        ["algorithm.kl_coef=0.1", "algorithm.kl_target=0.05", "algorithm.entropy_target=0.2"],
-        ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1"],
+        ["algorithm.kl={kind='loss', coef=0.1, target=0.05}", "algorithm.entropy={kind='bonus', target=0.2}"],
+        ["algorithm.advantage=gdpo", PARTS, "algorithm.kl={kind='loss', coef=0.1}"],
         ["algorithm.advantage=distill", "model.teacher=big", "models.big.path=big"],
         [
             "algorithm.advantage=none",
             "algorithm.distill_kl_coef=1.0",
             "model.teacher_path=t",
             "rollout.samples_per_prompt=1",
-            "algorithm.kl_coef=0.1",
-            "algorithm.entropy_coef=0.1",
+            "algorithm.kl={kind='loss', coef=0.1}",
+            "algorithm.entropy={kind='bonus', coef=0.1}",
         ],
         ["algorithm.distill_kl_coef=0.1", "algorithm.distill_top_k=64", "model.teacher_path=t"],
         ["algorithm.distill_kl_coef=0.1", "algorithm.distill_top_k=64", "model.teacher=big", "models.big.path=big"],
@@ -111,8 +111,8 @@ def test_combinations_that_make_sense_pass(sets):
             "leaves the policy no step to train in: the run has steps = 3",
         ),
         (
-            ["algorithm.kl_coef=0.1", 'algorithm.kl_estimator="k1"'],
-            'does not depend on the reference; use "k2" or "k3", or algorithm.kl_unbiased',
+            ["algorithm.kl={kind='loss', coef=0.1, estimator='k1'}"],
+            'does not depend on the reference; use "k2" or "k3", or unbiased = true',
         ),
         (['algorithm.advantage="distill"'], "needs model.teacher_path"),
         (["model.teacher_path=teacher"], "model.teacher_path would have no effect"),
@@ -120,8 +120,7 @@ def test_combinations_that_make_sense_pass(sets):
             [
                 'algorithm.advantage="distill"',
                 "model.teacher_path=teacher",
-                "algorithm.kl_coef=0.1",
-                'algorithm.kl_in="reward"',
+                "algorithm.kl={kind='reward', coef=0.1}",
             ],
             "uses no rewards",
         ),
@@ -160,21 +159,24 @@ def test_combinations_that_make_sense_pass(sets):
                 ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t", setting],
                 f"{setting.partition('=')[0]} = .* would have no effect: .* has no policy gradient",
             )
-            for setting in ("algorithm.objective=cispo", "algorithm.distill_coef=0.1", "algorithm.is_weights=token")
+            for setting in (
+                "algorithm.objective=cispo",
+                "algorithm.distill_coef=0.1",
+                "algorithm.is_weights=token",
+                "algorithm.entropy=high_entropy",
+            )
         ),
         (
             [
-                "algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "model.teacher_path=t",
-                "algorithm.kl_coef=0.1", "algorithm.kl_in=reward",
+                "algorithm.advantage=none",
+                "algorithm.distill_kl_coef=1.0",
+                "model.teacher_path=t",
+                "algorithm.kl={kind='reward', coef=0.1}",
             ],
-            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "none" uses no rewards',
+            'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "none" uses no rewards',
         ),
         (['algorithm.loss="sft"', "algorithm.distill_kl_coef=0.1"], 'has no meaning with algorithm.loss = "sft"'),
-        (["algorithm.kl_cov_fraction=1e-3"], "with one optimizer step a rollout the policy is still the old one"),
-        (
-            ["algorithm.advantage=opo", "rollout.samples_per_prompt=1"],
-            'samples_per_prompt = 1 with algorithm.advantage = "opo" makes every group advantage 0',
-        ),
+        (["algorithm.entropy=kl_cov"], "with one optimizer step a rollout the policy is still the old one"),
         (
             ["algorithm.advantage=distill", "model.teacher_path=teacher", "algorithm.reward_clip=[-1.0, 1.0]"],
             r"algorithm.reward_clip = \[-1.0, 1.0\] would have no effect: it needs an algorithm.advantage that is made",
@@ -200,13 +202,13 @@ def test_combinations_that_make_sense_pass(sets):
         (["algorithm.advantage=gdpo", PARTS, "reward.group=rank"], 'reward.group = "rank" would have no effect'),
         (["algorithm.advantage=gdpo", PARTS, "algorithm.reward_clip=[-1, 1]"], "made from one reward a sample"),
         (
-            ["algorithm.advantage=gdpo", PARTS, "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
-            'algorithm.kl_in = "reward" would have no effect: algorithm.advantage = "gdpo" is made of',
+            ["algorithm.advantage=gdpo", PARTS, "algorithm.kl={kind='reward', coef=0.1}"],
+            'algorithm.kl.kind = "reward" would have no effect: algorithm.advantage = "gdpo" is made of',
         ),
         (['algorithm.loss="sft"', 'algorithm.old_logprobs="rollout"'], 'has no meaning with algorithm.loss = "sft"'),
         (
-            ['algorithm.loss="sft"', "algorithm.entropy_coef=0.1"],
-            'algorithm.entropy_coef = 0.1 has no meaning with algorithm.loss = "sft"',
+            ['algorithm.loss="sft"', "algorithm.entropy={kind='bonus', coef=0.1}"],
+            'algorithm.entropy = {kind = "bonus", coef = 0.1} has no meaning with algorithm.loss = "sft"',
         ),
     ],
     ids=str,
@@ -222,16 +224,8 @@ WITHOUT_EFFECT = {
     "distill_top_k": ("64", ["distill_coef=0.1"]),
     "overlong_buffer": ("10", ["advantage=distill"]),
     "overlong_penalty": ("0.5", []),
-    "top_entropy_fraction": ("0.5", ["old_logprobs=rollout"]),
-    "clip_cov_low": ("0.5", []),
-    "clip_cov_high": ("6.0", ["kl_cov_fraction=0.1"]),
-    "kl_cov_coef": ("0.5", ["clip_cov_fraction=0.1"]),
+    "entropy": ("high_entropy", ["old_logprobs=rollout"]),
     "loss_length": ("9", []),
-    "reference_update_steps": ("5", []),
-    "kl_in": ("reward", []),
-    "kl_target": ("0.1", []),
-    "kl_estimator": ("k2", []),
-    "kl_unbiased": ("true", ["kl_coef=0.1", "kl_in=reward"]),
     "is_weights": ("token", ["old_logprobs=rollout"]),
     "is_mask": ("sequence", ["old_logprobs=rollout"]),
     "is_veto": ("1e-3", ["old_logprobs=rollout"]),
@@ -257,10 +251,10 @@ def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
     ("table", "kind", "key", "of"),
     [
         ("objective", "sapo", "ratio", "ppo or cispo"),
-        ("objective", "sapo", "clip_low", "ppo or cispo or gmpo"),
-        ("objective", "reinforce", "clip_high", "ppo or cispo or gmpo"),
+        ("objective", "sapo", "clip_low", "ppo or cispo"),
+        ("objective", "reinforce", "clip_high", "ppo or cispo"),
         ("objective", "ppo", "temperature_pos", "sapo"),
-        ("objective", "gmpo", "temperature_neg", "sapo"),
+        ("objective", "cispo", "temperature_neg", "sapo"),
         ("objective", "cispo", "dual_clip", "ppo"),
         ("objective", "tests.unit.algorithms.own_algorithms:reinforce", "ratio", "ppo or cispo"),
         ("advantage", "rloo", "credit", "grpo or reinforce_pp or gae"),
@@ -270,6 +264,13 @@ def test_a_setting_that_would_have_no_effect_is_refused_by_name(name):
         ("advantage", "grpo", "gamma", "reinforce_pp or reinforce_pp_baseline or gae"),
         ("advantage", "reinforce_pp", "gae_lambda", "gae"),
         ("advantage", "grpo", "value_clip", "gae"),
+        ("kl", "none", "coef", "loss or reward"),
+        ("kl", "none", "target", "loss or reward"),
+        ("kl", "none", "reference_update_steps", "loss or reward"),
+        ("kl", "reward", "unbiased", "loss"),
+        ("entropy", "none", "coef", "bonus or kl_cov"),
+        ("entropy", "kl_cov", "target", "bonus"),
+        ("entropy", "bonus", "fraction", "high_entropy or kl_cov"),
         (
             "advantage",
             "tests.unit.algorithms.own_algorithms:centred",
@@ -289,8 +290,11 @@ def test_a_key_of_another_kind_cannot_be_written(table, kind, key, of):
 @pytest.mark.parametrize(
     ("table", "key"),
     [
-        ("is_weights", "cap"), ("is_weights", "floor"), ("is_weights", "normalize"),
-        ("is_mask", "low"), ("is_mask", "high"),
+        ("is_weights", "cap"),
+        ("is_weights", "floor"),
+        ("is_weights", "normalize"),
+        ("is_mask", "low"),
+        ("is_mask", "high"),
     ],
 )
 def test_a_key_of_a_correction_that_is_not_made_cannot_be_written(table, key):
@@ -313,7 +317,10 @@ def test_a_key_of_a_correction_that_is_not_made_cannot_be_written(table, key):
         ("algorithm.objective.clip_low=1.5", "algorithm.objective.clip_low"),
         ('algorithm.is_mask={kind="token", low=2.5}', "every token would be masked"),
         ('algorithm.is_weights={kind="token", floor=2.0}', "every weight would be the same"),
-        ("algorithm.clip_cov_low=5.0", "no token lies between"),
+        ("algorithm.kl.kind=loss", "algorithm.kl.coef is required"),
+        ("algorithm.kl={kind='loss', coef=0.0}", "algorithm.kl.coef"),
+        ("algorithm.entropy=bonus", "no effect with coef = 0 and without target"),
+        ("algorithm.entropy={kind='high_entropy', fraction=1.0}", "algorithm.entropy.fraction"),
         ("algorithm.reward_clip=[1.0, -1.0]", "would make all rewards equal"),
         ("algorithm.objective.clip_high=nan", "algorithm.objective.clip_high"),
         ("algorithm.is_veto=1.0", "algorithm.is_veto"),
@@ -326,20 +333,33 @@ def test_a_value_out_of_bounds_is_refused_where_it_is_written(setting, message):
 
 
 def test_what_needs_the_old_policy_before_the_training_forward_says_so():
-    assert not AlgorithmConfig(kl_coef=0.1).needs_old_logprobs
+    assert not AlgorithmConfig(kl={"kind": "loss", "coef": 0.1}).needs_old_logprobs
     for settings in ({"is_weights": "token"}, {"is_mask": "token", "is_weights": "token"}):
         assert not AlgorithmConfig(**settings).needs_old_logprobs, "made in the training forward"
     for settings in (
         {"is_weights": "sequence"},
         {"is_mask": "geometric"},
         {"is_weights": {"kind": "token", "normalize": True}},
-        {"kl_coef": 0.1, "kl_in": "reward"},
+        {"kl": {"kind": "reward", "coef": 0.1}},
         {"advantage": "distill"},
         {"distill_coef": 0.1},
         {"is_veto": 1e-4},
-        {"top_entropy_fraction": 0.2},
-        {"clip_cov_fraction": 1e-3},
-        {"kl_cov_fraction": 1e-3},
+        {"entropy": {"kind": "high_entropy", "fraction": 0.2}},
+        {"entropy": {"kind": "kl_cov", "fraction": 1e-3}},
         {"advantage": "a:b"},
     ):
         assert AlgorithmConfig(**settings).needs_old_logprobs
+
+
+@pytest.mark.parametrize(
+    ("setting", "example"),
+    [
+        ("algorithm.advantage=gpg", "advantage = .examples.algorithms:gpg"),
+        ("algorithm.advantage.kind=opo", "advantage = .examples.algorithms:opo"),
+        ("algorithm.objective={kind='gmpo', clip_low=0.1}", "objective = .examples.algorithms:gmpo"),
+        ("algorithm.clip_cov_fraction=0.1", "advantage = .examples.algorithms:clip_cov"),
+    ],
+)
+def test_what_became_an_example_is_refused_with_its_name(setting, example):
+    with pytest.raises(ConfigError, match=rf"algorithm\.{example}.*examples/algorithms.py"):
+        check(setting)

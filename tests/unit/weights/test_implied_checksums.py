@@ -143,7 +143,7 @@ def test_a_layout_follows_from_kind_device_dtype_and_ranks(facts, layout):
         ({}, {"http0:a": "1"}, "names its ranks in a way"),
         ({"dp_size": 2}, TWO, "data parallelism"),
         ({"device": "xpu"}, TWO, "on xpu"),
-        ({"device": None}, TWO, "does not tell its device"),
+        ({"device": None}, TWO, "does not report its device"),
         ({"dtype": None}, TWO, "--dtype"),
         ({"device": "cpu"}, TWO, "matrices in bfloat16 for AMX"),
     ],

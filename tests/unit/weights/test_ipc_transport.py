@@ -16,7 +16,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.plugin.channels import ChannelError, IpcChannel
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
-from rltool.weights.send.ranks_together import one_answer, one_meeting, one_report
+from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
 from rltool.weights.send.sender import NOT_CONNECTED, SendReport, WeightSender
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, TransportError, transport
 from rltool.weights.transports import sglang_tensors
@@ -129,18 +129,18 @@ def test_every_rank_on_a_gpu_of_an_engine_sends_to_it_and_rank_0_to_the_others(m
         "gpu-c": meetings[2]["http://shared"].handles["gpu-c"],
         "gpu-b": meetings[1]["http://shared"].handles["gpu-b"],
     }
-    assert all(rank.gathers_everywhere(["http://shared", "http://away"]) for rank in ranks)
-    assert not any(rank.gathers_everywhere(["http://away"]) for rank in ranks)
+    assert all(rank.needs_all_ranks(["http://shared", "http://away"]) for rank in ranks)
+    assert not any(rank.needs_all_ranks(["http://away"]) for rank in ranks)
     failed = ranks[1]._channels["http://shared"]
     failed.fail("CUDA error")
     reports = [rank.send(iter(()), "v1", ["http://shared"]) for rank in ranks]
     assert [report.failures for report in reports] == [{}, {"http://shared": "CUDA error"}, {}]
     assert ranks[1].ready("http://shared", "v1", 0, NOW) == "CUDA error"
     assert ranks[0].ready("http://shared", "v1", 0, NOW) == NOT_CONNECTED
-    assert all(rank.gathers_everywhere(["http://shared"]) for rank in ranks), "a collective, whatever failed where"
+    assert all(rank.needs_all_ranks(["http://shared"]) for rank in ranks), "a collective, whatever failed where"
     for rank in ranks:
         rank.leave(["http://shared"])
-        assert not rank.gathers_everywhere(["http://shared"])
+        assert not rank.needs_all_ranks(["http://shared"])
         rank.close()
     failed._thread.join(PATIENCE)  # nobody else waits for a channel that has failed
     assert fake_ipc.SharedExport.live == set()

@@ -52,7 +52,7 @@ def test_weights_that_sleep_to_disk_are_loaded_again_between_their_memory_and_th
         "/resume_memory_occupation {'tags': ['weights']}",
         "/update_weights_from_disk {'model_path': '/m/judge', 'load_format': 'auto', 'flush_cache': False}",
     ]
-    with pytest.raises(UsageError, match="does not tell where it read its model"):
+    with pytest.raises(UsageError, match="does not report where it read its model"):
         residency_of(info("sglang", 2), "cuda", updated=False, from_disk=True).weights_back()
     with pytest.raises(UsageError, match="http://a:1 keeps its weights in the host's memory .* leave the flag out"):
         check_residency({"http://a:1": info("sglang", 1)}, "cuda", updated=False, from_disk=True)

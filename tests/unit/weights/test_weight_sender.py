@@ -206,7 +206,7 @@ def test_an_engine_that_holds_a_bucket_too_long_is_dropped_and_the_others_get_ev
     links[0].gate.clear()
     report = sender.send(stream(), "v", ["0", "1"])
     assert report.failures.keys() == {"0"}
-    assert ("deadlines.bucket = 0.2 s" if deaf else "sending weights: timed out") in report.failures["0"]
+    assert ("0.2 s, a quarter of deadlines.sync" if deaf else "sending weights: timed out") in report.failures["0"]
     assert_got(links[1])
     assert report.memory == Memory(host=(2 + 2) * 16), "it may still read two"
     links[0].gate.set()
