@@ -77,10 +77,10 @@ def hf_config(kind: str, tied: bool, **sizes):
             "DeepseekV3Config",
             experts
             | latent
-            | dict(rope_parameters=yarn, q_lora_rank=20, n_routed_experts=8, num_experts_per_tok=4)
+            | dict(rope_parameters=yarn, q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=4)
             | dict(n_group=4, topk_group=2, rms_norm_eps=1e-6),
         ),
-        "glm4_moe_lite": ("Glm4MoeLiteConfig", experts | latent | plain | dict(q_lora_rank=None, n_group=1)),
+        "glm4_moe_lite": ("Glm4MoeLiteConfig", experts | latent | plain | dict(q_lora_rank=20, n_group=1)),
     }[kind]
     common = dict(
         hidden_size=64,

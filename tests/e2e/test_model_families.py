@@ -166,9 +166,11 @@ def test_a_correction_bias_keeps_its_bits_in_bf16_and_moves_by_the_rate_when_tol
         if name.endswith("mlp.gate"):
             count = torch.zeros(model.config.n_routed_experts)
             tokens[f"{name}.e_score_correction_bias"] = count
-            module.register_forward_hook(
-                lambda _m, _i, output, count=count: count.add_(output[2].flatten().bincount(minlength=len(count)))
-            )
+
+            def add(_module, _inputs, output, count=count):
+                count.add_(output[2].flatten().bincount(minlength=len(count)))
+
+            module.register_forward_hook(add)
     with torch.no_grad():
         for sample in batch.tokens.split(batch.lengths.tolist()):
             model(sample[None])

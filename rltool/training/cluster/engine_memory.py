@@ -107,7 +107,7 @@ def token_bytes(family: Family, hf_config: Mapping[str, object], group: EngineGr
     kinds = hf_config.get("layer_types") or ()
     plain = isinstance(kinds, (list, tuple)) and all(kind == "full_attention" for kind in kinds)
     shape = family.transformer
-    if family.sliding_windows or not plain or shape.get("multi_latent_attention") or hf_config.get("kv_lora_rank"):
+    if family.attention.windows or family.attention.latent or not plain:
         return None
     sizes = parallel_sizes(group)
     groups, layers = max(1, shape["num_query_groups"] // sizes.tp), math.ceil(shape["num_layers"] / sizes.pp)

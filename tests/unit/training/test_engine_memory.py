@@ -102,7 +102,9 @@ def test_layers_that_keep_another_number_of_tokens_are_left_to_the_engine(config
     assert token_bytes(family_for(SHAPE), SHAPE, group) == A_TOKEN
     hybrid = {**SHAPE, "layer_types": ["full_attention", "linear_attention"]}
     assert token_bytes(family_for(SHAPE), hybrid, group) is None
-    assert token_bytes(family_for(SHAPE), {**SHAPE, "kv_lora_rank": 512}, group) is None
+    latent = dict(architectures=["DeepseekV3ForCausalLM"], n_routed_experts=8, num_experts_per_tok=4, n_group=4)
+    latent = {**SHAPE, **latent, "topk_group": 2, "moe_intermediate_size": 16}
+    assert token_bytes(family_for(latent), latent, group) is None
 
 
 def test_tensor_and_pipeline_parallel_engines_keep_a_part_on_each_gpu(config):
