@@ -10,12 +10,15 @@ from safetensors.torch import load_file
 
 from rltool.engines.client import EngineClient
 from tests.e2e.engines import serving_sglang
-from tests.e2e.megatron_models import EXPERTS, hf_model
+from tests.e2e.megatron_models import hf_model
 from tests.e2e.test_sglang import DIFFERENT, EQUAL, Trainer
 from tests.e2e.weights import mean_difference
 from tests.tiny_models import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+KINDS = ("qwen3_moe", "mixtral")
+"""Tried with SGLang's CPU build; both have 4 experts a layer, of which 2 are chosen."""
 
 
 def model_in(directory: Path, kind: str, seed: int):
@@ -27,7 +30,7 @@ def model_in(directory: Path, kind: str, seed: int):
     return model
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_after_each_of_two_syncs_sglang_computes_with_the_experts_that_were_sent(kind, tmp_path, monkeypatch):
     models = {seed: model_in(tmp_path / str(seed), kind, seed) for seed in range(3)}
     sent = {model: load_file(tmp_path / str(seed) / "model.safetensors") for seed, model in models.items()}

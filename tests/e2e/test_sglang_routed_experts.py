@@ -17,13 +17,13 @@ from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.sample import Sample
 from tests.e2e.engines import serving_sglang
 from tests.e2e.job import write_job
-from tests.e2e.megatron_models import EXPERTS
-from tests.e2e.test_routing_replay import LAYERS, NUM_EXPERTS, TOP_K, own_experts
-from tests.e2e.test_sglang_experts import model_in
+from tests.e2e.test_routing_replay import LAYERS, own_experts
+from tests.e2e.test_sglang_experts import KINDS, model_in
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-ROUTING = Routing(LAYERS, TOP_K, NUM_EXPERTS)
+TOP_K = 2
+ROUTING = Routing(LAYERS, TOP_K, 4)
 PROMPT = tuple(range(40, 52))
 
 
@@ -41,7 +41,7 @@ def assert_routed_as_transformers(model, sample: Sample):
     assert len(set(map(tuple, expected[:, 0].tolist()))) > 2  # not all the same
 
 
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_tokens_experts_are_those_of_transformers_routers(kind, tmp_path):
     model = model_in(tmp_path / "model", kind, 0)
 

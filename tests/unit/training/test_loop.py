@@ -778,8 +778,8 @@ def test_references_to_wide_fields_are_dropped_before_the_weights_are_synced(tmp
             return super().sync_weights(step)
 
     world = WideWorld()
-    rollout = {"prompts_per_step": 2}
-    run = run_with_samples(tmp_path, world, algorithm={"kl_coef": 0.1}, optimizer_steps_per_rollout=2, rollout=rollout)
+    rollout, kl = {"prompts_per_step": 2}, {"kl": {"kind": "loss", "coef": 0.1}}
+    run = run_with_samples(tmp_path, world, algorithm=kl, optimizer_steps_per_rollout=2, rollout=rollout)
     run.loop.run()
     assert world.calls.count("update") == 4 and world.calls.count("sync") == 3 and len(world.held) == 2
 
@@ -887,7 +887,7 @@ def test_the_parts_of_a_step_are_the_whole_step(tmp_path, monkeypatch):
             now[0] += 2
             return super().evaluated(wait=wait)
 
-    algorithm = {"kl_coef": 0.1, "reference_update_steps": 1}
+    algorithm = {"kl": {"kind": "loss", "coef": 0.1, "reference_update_steps": 1}}
     run = Run(tmp_path, Turns(), steps=3, algorithm=algorithm, eval={"sets": {"heldout": "h"}, "every_steps": 1})
     run.loop.run()
     steps = [record for record in run.records() if "train/loss" in record]
