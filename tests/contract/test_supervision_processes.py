@@ -323,7 +323,8 @@ def health():
 
 def test_a_server_whose_engine_core_was_killed_is_reported_at_once_though_it_lives(run, health):
     server = start(python("engine-0", TITLED), run)
-    core, other = (psutil.Process(int(pid)) for pid in wait_for_log(server, "child").split("child")[1].split()[:2])
+    line = wait_for_log(server, "\n")  # whole: an unbuffered print writes it word by word
+    core, other = (psutil.Process(int(pid)) for pid in line.split("child")[1].split()[:2])
     check = Liveness(server.state.pid, health.url)
     other.kill()  # a helper, of which servers have many that come and go
     assert check() is None
