@@ -15,8 +15,8 @@ from pathlib import Path
 class Command:
     """`rltool WORDS` in a process group of its own, its output in `out`. The methods are Popen's.
 
-    Not forked from a process that has imported Ray, which would be three seconds faster: two of some sixty such commands
-    on a busy host did not get past the token of the Ray that they had started.
+    Not forked from a process that has imported Ray, which would be three seconds faster: two of some sixty such
+    commands on a busy host did not get past the token of the Ray that they had started.
     """
 
     def __init__(self, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, out: Path) -> None:
