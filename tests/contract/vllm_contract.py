@@ -43,7 +43,7 @@ def request(**changes) -> GenerateRequest:
 
 async def samples_of_a_prompt_are_distinct_and_repeatable(client: EngineClient, engine: EngineEndpoint) -> None:
     # Hot: other tests may have trained the engine's weights until it is nearly sure of each token.
-    hot = {"temperature": 8.0}
+    hot = {"temperature": 2.0}  # vLLM takes no more
     first = await client.generate(engine, request(n=4, sampling=hot), timeout=SECONDS)
     again = await client.generate(engine, request(n=4, sampling=hot), timeout=SECONDS)
     assert [sample.token_ids for sample in first] == [sample.token_ids for sample in again]
