@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from rltool.checkpoints.torch_dist import load_checkpoint, save_checkpoint
 from rltool.megatron.experts import GroupedExperts, stacked, weights_of
+from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 from tests.e2e.test_parallelism import (
     LENGTHS,
@@ -42,7 +43,7 @@ def by(products, layout):
 
 
 def experts_of(trainer):
-    return [layer.mlp.experts for layer in trainer.gpt.decoder.layers]
+    return [layer.mlp.experts for layer in trainer.gpt.decoder.layers if hasattr(layer.mlp, "experts")]
 
 
 def case_counted(place, path, layout, batch):
@@ -88,7 +89,8 @@ def case_offload(place, path, batch):
         return results, all(stacked(weights).data_ptr() == weights[0].data_ptr() for weights in every)
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral"])  # experts in every layer
+# glm4_moe: a dense layer, shared experts, a router with a bias.
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "glm4_moe"])
 def model(request, tmp_path_factory):
     return save_hf(tmp_path_factory.mktemp(request.param), request.param, tied=False)
 
@@ -160,8 +162,10 @@ def test_a_checkpoint_of_one_is_a_checkpoint_of_the_other(ranks, model, batch, t
 def test_parameters_are_named_alike_and_lie_in_one_piece_where_products_read_them(
     ranks, model, products, layout, kind, in_one_piece
 ):
-    names = [f"local_experts.{i}.linear_fc{j}.weight" for i in range(4) for j in (1, 2)]
-    assert ranks.run(case_kind, 1, model, products, layout)[0] == [(kind, names, [in_one_piece] * 2)] * 4
+    family = family_for(read_hf_config(model))
+    names = [f"local_experts.{i}.linear_fc{j}.weight" for i in range(family.num_experts) for j in (1, 2)]
+    every = [(kind, names, [in_one_piece] * 2)] * sum(family.expert_layers)
+    assert ranks.run(case_kind, 1, model, products, layout)[0] == every
 
 
 def test_weights_that_were_away_lie_in_one_piece_again(ranks, model, batch):
