@@ -96,7 +96,7 @@ class TrainerConfig(Config):
     """GPU indices of this host for the ranks and then for managed engines, in this order; empty: the first ones that no
     engine and no live run holds. Not on a cluster at ray.address, whose Ray decides."""
     share_gpus: bool = False
-    """With gpus: take them although an engine or another run is on them. Nobody compares what both need with what a GPU
+    """With gpus: take them although an engine or another run is on them. What both need is not compared with what a GPU
     has: leave memory with the engine's own flags (--gpu-memory-utilization)."""
     cpus_per_rank: float = Field(default=1.0, gt=0)
     """Ray CPUs that each rank's bundle asks for."""

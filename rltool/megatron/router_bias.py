@@ -1,6 +1,6 @@
 """The correction biases of routers (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): parameters without a gradient.
 
-They stay as they are unless `trainer.router_bias_update_rate` says otherwise.
+They stay as they are unless `trainer.router_bias_update_rate` is set.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RouterBiases:
         self._rate = rate
 
     def forget(self) -> None:
-        """The tokens that were counted since the last step."""
+        """Drop the tokens that were counted since the last step."""
         for router in self._routers:
             router.local_tokens_per_expert.zero_()
 

@@ -123,7 +123,7 @@ def test_a_pair_has_the_same_weights(stack, pair):
     run(scenario, prefill, decode)
 
 
-def test_a_cache_that_a_sync_overtook_is_not_used_and_nobody_is_blamed(pair):
+def test_a_cache_that_a_sync_overtook_is_not_used_and_no_engine_is_blamed(pair):
     prefill, decode = pair
     prefill.delay(GENERATE, 0.3)
 
@@ -140,7 +140,7 @@ def test_a_cache_that_a_sync_overtook_is_not_used_and_nobody_is_blamed(pair):
 
 
 def test_a_sample_of_other_weights_than_its_cache_is_not_used(pair):
-    """A request that reaches the decode engine only after the sync is aborted by nobody."""
+    """A request that reaches the decode engine only after the sync is not aborted."""
     prefill, decode = pair
     decode.delay(GENERATE, 0.3)
 

@@ -122,12 +122,12 @@ def test_an_engine_that_measures_its_gpu_loads_after_the_one_before_it_serves(ho
     begun = {state.role for state in read_states(run)}
     assert begun == {"engine-0", "engine-2"}, "the judge is on no GPU"
 
-    def told(line: str) -> None:
+    def log(line: str) -> None:
         serving.append(line)
         assert "engine-1" in line or read_state(run, "engine-1") is None, "it has not begun before engine-0 serves"
 
     serving: list[str] = []
-    found = asyncio.run(host.ready(told))
+    found = asyncio.run(host.ready(log))
     assert len(found) == 3 and len({engine.url for engine in found}) == 3
     assert {state.role for state in read_states(run)} == {"engine-0", "engine-1", "engine-2"}
     assert host.exits() == {}

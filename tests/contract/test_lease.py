@@ -187,7 +187,7 @@ def test_of_two_engines_with_one_leased_the_other_is_given_back_at_once(spellers
             with pytest.raises(EngineTaken, match=urls[0]):
                 await leases.start()
             assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
-            assert leases.lost == {urls[0]}, "which is told nothing"
+            assert leases.lost == {urls[0]}, "which gets no request"
 
     asyncio.run(run())
 

@@ -67,6 +67,8 @@ def case_biases(place, path, batch, layout, dtype, rate):
         trainer.forward_backward([own], global_loss_tokens=batch.num_loss_tokens)
         trainer.discard_gradients()
         trainer.train_step([own], global_loss_tokens=batch.num_loss_tokens)
+        routers = [layer.mlp.router for layer in trainer.gpt.decoder.layers if hasattr(layer.mlp, "router")]
+        assert not rate or not any(each.local_tokens_per_expert.any() for each in routers), "counted anew each step"
         exported = {meta: t.clone() for meta, t in trainer.export_weights(everywhere=True) if "_bias" in meta.name}
         assert all(meta.dtype == "float32" for meta in exported)
         return {meta.name: tensor for meta, tensor in exported.items()}

@@ -303,8 +303,8 @@ class Fleet:
                     member.url, State.DEAD, f"no healthy probe within {self.policy.start_seconds:g} s of its start"
                 )
             elif member.state is State.PAUSED and waited > self.policy.pause_seconds:
-                told = f"still paused after {self.policy.pause_seconds:g} s: its sync never ended"
-                self._move(member.url, State.STALE, told, version=None)
+                reason = f"still paused after {self.policy.pause_seconds:g} s: its sync never ended"
+                self._move(member.url, State.STALE, reason, version=None)
 
     # -- the rest is private
 

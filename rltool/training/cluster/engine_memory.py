@@ -25,8 +25,6 @@ UNEVEN = 1.25
 """Requests go to the engine with the fewest, and answers differ in length: one engine may have more than its share."""
 BESIDE_BYTES = 5 * GIB
 """Of an engine, beside weights and KV cache: activations of its largest batch, CUDA graphs, logits in float32."""
-
-
 USED = 0.9
 """Of a GPU, at most, where trainer and engines are on it at once: CUDA contexts, buffers and fragments need the
 rest."""
@@ -34,8 +32,8 @@ rest."""
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """caches: by group, where their size is set; the others take their fraction. lines: for people.
-    beside: trainer and engines have room on the GPUs at once, while nobody computes."""
+    """caches: by group, where their size is set; the others take their fraction. lines: for the log.
+    beside: trainer and engines have room on the GPUs at once, between two steps."""
 
     caches: Mapping[str, CacheSize] = field(default_factory=dict)
     lines: tuple[str, ...] = ()

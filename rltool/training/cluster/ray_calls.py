@@ -181,7 +181,7 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
         if isinstance(_raised(error), ObjectLostError):
             return PartLost(
                 f"{name} was to read what another process of the run held, the rollout manager or a rank, and that one "
-                "died. Its log tells more (`rltool logs`); go on with `rltool train --resume`"
+                "died. See its log (`rltool logs`); go on with `rltool train --resume`"
             )
         if not is_of_a_peer(error):
             return unwrapped(error)
