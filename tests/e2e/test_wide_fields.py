@@ -7,6 +7,7 @@ import random
 import time
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -16,13 +17,16 @@ from rltool.engines.types import VersionSpan
 from rltool.errors import PartLost
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.sample import Sample, SampleStatus
+from rltool.rollout.snapshot import SourceState
 from rltool.training.cluster.placement import plan_placement
+from rltool.training.manager.actor import RolloutActor
 from rltool.training.ranks.trainer_group import TrainerGroup
 from tests.tiny_models import VOCAB_SIZE
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 TOPK, SECONDS = 100, 60.0
+BUFFERED = bytes(range(256)) * 1000
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +64,14 @@ class Manager:
 
     def next_batch(self):
         return samples_to_batch(scored_samples(), put=ray.put)
+
+    async def state_dict(self, done):
+        class Service:
+            async def state_dict(self, done):
+                return SourceState({"step": done}, {"samples.bin": BUFFERED})
+
+        actor = RolloutActor.__ray_metadata__.modified_class
+        return await actor.state_dict(SimpleNamespace(_service=Service()), done)
 
 
 def started(model, **trainer) -> TrainerGroup:
@@ -125,6 +137,19 @@ def test_a_wide_field_reaches_the_loss_of_two_ranks_past_the_driver_and_its_memo
         while (left := bytes_in_store() - before) > held / 10 and time.monotonic() < until:
             time.sleep(0.1)
         assert left < held / 10
+    finally:
+        for actor in (*group.ranks, manager):
+            ray.kill(actor)
+
+
+def test_buffered_samples_reach_a_checkpoint_past_the_driver(cluster, tiny_tied_dir, tmp_path):
+    group, manager = started(tiny_tied_dir), Manager.remote()
+    try:
+        found = ray.get(manager.state_dict.remote(3), timeout=SECONDS)
+        assert found.state == {"step": 3} and isinstance(found.files, ray.ObjectRef)
+        group.save_checkpoint(tmp_path / "step_3", {"step": 3}, {}, found.files)
+        assert group.saved(wait=True) is not None
+        assert (tmp_path / "step_3" / "samples.bin").read_bytes() == BUFFERED
     finally:
         for actor in (*group.ranks, manager):
             ray.kill(actor)
