@@ -224,7 +224,7 @@ class _KL(Config):
     """Mean of the estimate per token, in nats, that the weight is steered towards after each step, by 2 % at most
     (Ziegler et al. 2019); None: coef throughout."""
     reference_update_steps: int = Field(default=0, ge=0)
-    """Every so many training steps the reference becomes the policy as it is then; 0: it stays the model that was
+    """Interval in training steps at which the reference becomes the current policy; 0: it stays the model that was
     loaded first."""
 
 
