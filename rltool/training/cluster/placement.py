@@ -21,7 +21,7 @@ class PlacementPlan:
     go into one placement group.
 
     The rollout manager is an actor outside of it that reserves nothing. slots: the engines that the run starts.
-    shares_gpus: these have no bundles, they are in the trainer's. memory: what is said of theirs. starts_beside:
+    shares_gpus: these have no bundles, they are in the trainer's. memory: log lines about theirs. starts_beside:
     they load while the trainer does, and not after it has left the GPUs. ranks_stay: it never leaves them.
     """
 
