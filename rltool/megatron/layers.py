@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rltool.megatron.attention import Backend, attention_with_sinks, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
-from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
+from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import context_parallel_group
 from rltool.models.base import Attention, Rotary
@@ -74,17 +75,15 @@ class BiasedExpert(MLP):
         """[T, hidden], [T]. Returns [T, hidden] and no bias."""
         assert per_token_scale is not None
         gated, bias = self.linear_fc1(hidden_states)
-        scaled = gated_unit(self.config, gated + bias) * per_token_scale.unsqueeze(-1)
-        output, bias = self.linear_fc2(scaled.to(hidden_states.dtype))
+        scaled = swiglu(gated + bias, per_token_scale, gate_of(self.config))
+        output, bias = self.linear_fc2(scaled)
         return with_scaled_bias(self.config, output, bias, per_token_scale), None
 
 
-def gated_unit(config: Any, x: Tensor) -> Tensor:
-    """activation(gate) * (up + offset), gate and up clamped; x: [..., 2 * ffn], gate before up."""
-    gate, up = x.chunk(2, dim=-1)
-    if (limit := config.activation_func_clamp_value) is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
-    return config.activation_func(gate) * (up + config.glu_linear_offset)
+def gate_of(config: Any) -> Gate:
+    """Of experts with biases. config: Megatron's; its activation is `models.gpt_oss.swish`."""
+    limit = config.activation_func_clamp_value
+    return Gate(config.activation_func.keywords["alpha"], config.glu_linear_offset, math.inf if limit is None else limit)
 
 
 def with_scaled_bias(config: Any, output: Tensor, bias: Tensor, scale: Tensor) -> Tensor:

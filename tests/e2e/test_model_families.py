@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -74,11 +75,22 @@ def case_biases(place, path, batch, layout, dtype, rate):
         return {meta.name: tensor for meta, tensor in exported.items()}
 
 
-def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
+def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
     """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
     tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
     experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
+    stages = {"pp": 2, "trainer": {"recompute": "full"}}
+    chunks = {"cp": 2, "trainer": {"recompute": "selective"}}
+    return [(1, {}), (2, tensor), (2, stages), (2, chunks), *experts]
+
+
+def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """Each of `layouts` with and without recomputation."""
+    return [
+        (world, {**layout, "trainer": {**layout.get("trainer", {}), "recompute": recompute}})
+        for world, layout in layouts(kind)
+        for recompute in ("none", "selective", "full")
+    ]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -150,8 +162,11 @@ def test_a_models_cost_is_what_torch_counts(tmp_path, kind):
         model(tokens)
     cost, n = family.cost(), tokens.numel()
     # Of the parameters those that are no product: the embedding, norms and biases.
-    sizes = [shape for parameter in family.parameters if not parameter.keeps_fp32 for _, shape in parameter.hf]
-    others = sum(torch.Size(shape).numel() for shape in sizes if len(shape) == 1) + VOCAB * 64
+    others = VOCAB * 64
+    for parameter in family.parameters:
+        if len(parameter.merged_shape) == 1 and not parameter.keeps_fp32:
+            met = family.transformer["moe_router_topk"] / family.num_experts if parameter.expert is not None else 1
+            others += parameter.merged_shape[0] * met
     # Torch counts attention without its causal mask.
     assert counted.get_total_flops() == 2 * n * (cost.parameters - others) + 4 * cost.attention_width * n * n
 
