@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from rltool.errors import UsageError
-from rltool.models.base import Attention, Family
+from rltool.models.base import WITH_EXPERTS, Attention, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, require
 from rltool.models.experts import Router, stacked_experts
 from rltool.models.mxfp4 import unquantized
 
-ARCHITECTURES = ("GptOssForCausalLM",)
 DEFAULTS = {
     "head_dim": 64,
     "num_key_value_heads": 8,
@@ -61,3 +60,13 @@ def build(config: dict[str, Any]) -> Family:
         transformer={"glu_linear_offset": 1.0, "activation_func_clamp_value": config["swiglu_limit"]},
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("GptOssForCausalLM",),
+    build=build,
+    opens="gpt-oss-20b and 120b, in MXFP4 (read as bfloat16, exported so) or not",
+    special="attention sinks, a window in every other layer, biases on every product, clamped SwiGLU in experts",
+    refuses="engines on MXFP4 files; writing MXFP4",
+    layouts=WITH_EXPERTS,
+)

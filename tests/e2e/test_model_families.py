@@ -19,6 +19,7 @@ from tests.e2e.megatron_models import (
     EXPERTS,
     KINDS,
     VOCAB,
+    definition_of,
     hf_config,
     hf_logprobs,
     hf_model,
@@ -76,16 +77,15 @@ def case_biases(place, path, batch, layout, dtype, rate):
 
 
 def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
-    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
-    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    stages = {"pp": 2, "trainer": {"recompute": "full"}}
-    chunks = {"cp": 2, "trainer": {"recompute": "selective"}}
-    return [(1, {}), (2, tensor), (2, stages), (2, chunks), *experts]
+    \"\"\"(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
+    sequence parallelism for experts under tensor parallelism.\"\"\"
+    more = {"tp": {"sequence_parallel": True} if kind in EXPERTS else {}}
+    more |= {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
+    return [(1, {}), *((2, {cut: 2, "trainer": more.get(cut, {})}) for cut in definition_of(kind).layouts)]
 
 
 def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """Each of `layouts` with and without recomputation."""
+    \"\"\"Each of `layouts` without recomputation and with either.\"\"\"
     return [
         (world, {**layout, "trainer": {**layout.get("trainer", {}), "recompute": recompute}})
         for world, layout in layouts(kind)
@@ -115,9 +115,18 @@ def family(request, tmp_path_factory):
 
 
 def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
+    compare_with_transformers(ranks, family, layouts(family[0]))
+
+
+@pytest.mark.long
+def test_they_are_with_and_without_recomputation_in_each_layout(ranks, family):
+    compare_with_transformers(ranks, family, every_layout(family[0]))
+
+
+def compare_with_transformers(ranks, family, every):
     kind, path, batch, logprobs, loss, norm = family
     original = on_disk(path)
-    for world, layout in layouts(kind):
+    for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
         metrics = results[0][2]
         for exported, _, _ in results:
@@ -131,20 +140,29 @@ def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
 
 
+def test_checkpoint_of_one_layout_loads_in_another_bit_by_bit(ranks, family, tmp_path):
+    load_in_others(ranks, family, tmp_path, others=1)
+
+
+@pytest.mark.long
 def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
+    load_in_others(ranks, family, tmp_path, others=3)
+
+
+def load_in_others(ranks, family, tmp_path, others):
+    """others: how many of the layouts behind the one that saved, the first again behind the last."""
     kind, path, *_ = family
     original = on_disk(path)
     # Context parallelism cuts no weights.
     every = [(world, layout) for world, layout in layouts(kind) if "cp" not in layout]
-    for number, (world, saved) in enumerate(every[1:]):
+    for number, (world, saved) in enumerate(every[1:], 1):
         checkpoint = tmp_path / f"step_{number}"
         ranks.run(case_reload, world, path, checkpoint, saved, True)
         converted = tmp_path / f"hf_{number}"
         torch_dist_to_hf(checkpoint, converted, verify=False)
         assert all(torch.equal(on_disk(converted)[name], tensor) for name, tensor in original.items()), f"{saved} -> hf"
-        for other, layout in every:
-            if layout == saved:
-                continue
+        behind = [every[(number + i) % len(every)] for i in range(1, min(others, len(every) - 1) + 1)]
+        for other, layout in behind:
             found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
 
