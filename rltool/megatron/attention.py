@@ -250,9 +250,9 @@ def attention_with_sinks(
 
 class _WithSinks(torch.autograd.Function):
     """torch's FlashAttention 2 knows no sinks. With log-sum-exp l and output o of a head without its sink s, the output
-    with it is o sigmoid(l - s), and its log-sum-exp log(exp(l) + exp(s)). FlashAttention's backward pass (Dao 2023, arXiv
-    2307.08691, algorithm 2) makes the weights again from the log-sum-exp, and takes of the output only its product with
-    the gradient: given those with the sink, its gradients are those with the sink."""
+    with it is o sigmoid(l - s), and its log-sum-exp log(exp(l) + exp(s)). FlashAttention's backward pass (Dao 2023,
+    arXiv 2307.08691, algorithm 2) makes the weights again from the log-sum-exp, and takes of the output only its
+    product with the gradient: given those with the sink, its gradients are those with the sink."""
 
     @staticmethod
     def forward(

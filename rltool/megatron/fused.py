@@ -8,8 +8,8 @@ SwiGLU's backward twice, and the logits twice. The arithmetic is that of `kernel
 
 from __future__ import annotations
 
-from collections.abc import Callable
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -139,11 +139,11 @@ def _swiglu_backward(
     gate = tl.load(x + place, mask=column < F, other=0.0).to(tl.float32)
     up = tl.load(x + place + F, mask=column < F, other=0.0).to(tl.float32)
     given = tl.load(grad + row * F + column, mask=column < F, other=0.0).to(tl.float32)
+    up_moves = column < F  # a clamped number has no gradient
     if PLAIN:
         sigmoid = 1.0 / (1.0 + tl.exp(-gate))
         slope = 1.0 + gate * (1.0 - sigmoid)
     else:
-        # A clamped number has no gradient.
         gate_moves, up_moves = gate <= limit, (up >= -limit) & (up <= limit)
         gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + offset
         sigmoid = 1.0 / (1.0 + tl.exp(-alpha * gate))
@@ -153,9 +153,7 @@ def _swiglu_backward(
         tl.store(grad_scale + row * blocks + tl.program_id(1), tl.sum(given * product, 0))
         given = given * tl.load(scale + row)
     by_gate = given * up * sigmoid * slope
-    by_up = given * gate * sigmoid
-    if not PLAIN:
-        by_up = tl.where(up_moves, by_up, 0.0)
+    by_up = tl.where(up_moves, given * gate * sigmoid, 0.0)
     tl.store(grad_x + place, by_gate.to(grad_x.dtype.element_ty), mask=column < F)
     tl.store(grad_x + place + F, by_up.to(grad_x.dtype.element_ty), mask=column < F)
 

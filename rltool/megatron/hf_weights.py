@@ -49,9 +49,9 @@ def export_weights(
 
     A generator that is collective over the ranks of replica 0, and over all that experts are sharded over (everywhere:
     over all ranks): each of them must run it to its end. Besides the model, a rank holds one buffer of `bound` bytes,
-    or of the largest parameter if that has more, and one that gets the tensors one merged parameter at a time, of one
-    tensor of all experts all of them (`gather_bytes`), as long as its caller keeps no tensor. Tensors alias the parameters where nothing had to be
-    gathered or merged: use them before the next optimizer step.
+    or of the largest parameter if that has more, and one that gets the tensors one merged parameter at a time, or all
+    parts of one tensor of all experts (`gather_bytes`), as long as its caller keeps no tensor. Tensors alias the
+    parameters where nothing had to be gathered or merged: use them before the next optimizer step.
     """
     # Without torch.no_grad(), which keeps what a generator has yielded last: no operation here is on a parameter.
     exports, join = iter(plan.exports), Join()
@@ -63,7 +63,9 @@ def export_weights(
         del shards  # its buffer goes before there is another one
 
 
-def _tensors(join: Join, export: Export, shards: list[Tensor] | None) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+def _tensors(
+    join: Join, export: Export, shards: list[Tensor] | None
+) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """What one parameter is exported as; None each where this rank does not get its shards."""
     if shards is None:
         yield from ((meta, None) for meta in export.tensors)

@@ -83,7 +83,8 @@ class BiasedExpert(MLP):
 def gate_of(config: Any) -> Gate:
     """Of experts with biases. config: Megatron's; its activation is `models.gpt_oss.swish`."""
     limit = config.activation_func_clamp_value
-    return Gate(config.activation_func.keywords["alpha"], config.glu_linear_offset, math.inf if limit is None else limit)
+    alpha = config.activation_func.keywords["alpha"]
+    return Gate(alpha, config.glu_linear_offset, math.inf if limit is None else limit)
 
 
 def with_scaled_bias(config: Any, output: Tensor, bias: Tensor, scale: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ class Part:
 class Variant:
     """Where a family differs from Llama.
 
-    qkv_bias: biases on q, k and v; bias: on attention's output, and with experts on the router and theirs; qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
+    qkv_bias: biases on q, k and v; bias: on attention's output, on the router and in experts
+    qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
     fused_qkv, fused_gate_up: HF's name, within a layer, of one tensor for these; None: each has its own
     attention: see `Attention`; partial_rotary: part of a head that rotary positions turn where config.json names none;
     None: all of it, another one is refused; interleaved: they turn pairs of neighbours

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltool.config.base import is_table
 from rltool.models.tensor_files import TensorFile, TensorFileDamaged
 
 BLOCKS, SCALES = "_blocks", "_scales"
+AS_BFLOAT16 = "write it as bfloat16: `rltool convert-ckpt MODEL X`, then `rltool convert-ckpt X Y --to hf`, and serve Y"
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 """Of the exponent in a scale."""
@@ -23,7 +25,8 @@ _BIAS = 127
 
 def is_mxfp4(config: dict[str, Any]) -> bool:
     """Whether this config.json stands beside weights in MXFP4."""
-    return (config.get("quantization_config") or {}).get("quant_method") == "mxfp4"
+    found: Any = config.get("quantization_config")
+    return is_table(found) and found.get("quant_method") == "mxfp4"
 
 
 def unquantized(config: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +39,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     a scale of 2^-127 and below leaves bfloat16's range."""
     values = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
     numbers = values[torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2).int()]
-    scale = torch.ldexp(torch.ones(()), scales.int() - _BIAS)
+    scale = torch.ldexp(torch.ones(scales.shape), scales.int() - _BIAS)
     return (numbers * scale.unsqueeze(-1)).flatten(-2).bfloat16().transpose(-1, -2).contiguous()
 
 

@@ -14,7 +14,10 @@ from rltool.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, llama, mistral
 from rltool.models.base import Family, FamilyDefinition
 
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
-    module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma3, glm4_moe, deepseek_v3, gpt_oss)
+    module.FAMILY
+    for module in (
+        llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma3, glm4_moe, deepseek_v3, gpt_oss,
+    )
 )
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'

@@ -77,15 +77,15 @@ def case_biases(place, path, batch, layout, dtype, rate):
 
 
 def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    \"\"\"(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
-    sequence parallelism for experts under tensor parallelism.\"\"\"
+    """(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
+    sequence parallelism for experts under tensor parallelism."""
     more = {"tp": {"sequence_parallel": True} if kind in EXPERTS else {}}
     more |= {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
     return [(1, {}), *((2, {cut: 2, "trainer": more.get(cut, {})}) for cut in definition_of(kind).layouts)]
 
 
 def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    \"\"\"Each of `layouts` without recomputation and with either.\"\"\"
+    """Each of `layouts` without recomputation and with either."""
     return [
         (world, {**layout, "trainer": {**layout.get("trainer", {}), "recompute": recompute}})
         for world, layout in layouts(kind)
@@ -124,7 +124,7 @@ def test_they_are_with_and_without_recomputation_in_each_layout(ranks, family):
 
 
 def compare_with_transformers(ranks, family, every):
-    kind, path, batch, logprobs, loss, norm = family
+    _, path, batch, logprobs, loss, norm = family
     original = on_disk(path)
     for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
