@@ -1,5 +1,5 @@
-"""vLLM's layerwise reload, with what it lacks: abandoning an unfinished one, a check that all has arrived, gpt-oss, and,
-on the CPU, tied embeddings and mixtures of experts.
+"""vLLM's layerwise reload, with what it lacks: abandoning an unfinished one, a check that all has arrived, gpt-oss,
+and, on the CPU, tied embeddings and mixtures of experts.
 
 During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are
 processed and copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
