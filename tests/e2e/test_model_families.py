@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tests.e2e.megatron_models import (
     EXPERTS,
     KINDS,
     VOCAB,
+    definition_of,
     hf_config,
     hf_logprobs,
     hf_model,
@@ -74,11 +76,12 @@ def case_biases(place, path, batch, layout, dtype, rate):
         return {meta.name: tensor for meta, tensor in exported.items()}
 
 
-def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
-    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
-    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
-    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
+def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """(ranks, layout) of one rank and of those that the family's file names. Megatron wants sequence parallelism for
+    experts under tensor parallelism."""
+    tensor = {"trainer": {"sequence_parallel": True}} if kind in EXPERTS else {}
+    cuts = definition_of(kind).layouts
+    return [(1, {}), *((2, {cut: 2, **(tensor if cut == "tp" else {})}) for cut in cuts)]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
