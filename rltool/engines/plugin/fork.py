@@ -1,5 +1,5 @@
-"""Lets a vLLM server on the CPU fork its engine core and workers, which saves each of them the import of vLLM: of some 24
-seconds of CPU until a server is ready, 15.
+"""Lets a vLLM server on the CPU fork its engine core and workers. Each is spared the import of vLLM: until a server is
+ready it takes 10 s of CPU, not 24.
 
 vLLM forks them on a GPU, and spawns them on the CPU (vllm/platforms/cpu.py) because libgomp does not survive a fork of
 its threads. With OMP_NUM_THREADS=1, which rltool starts its CPU engines with, there are none.

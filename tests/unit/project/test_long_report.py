@@ -87,7 +87,7 @@ def test_d(): pass
 """
 
 
-def test_a_run_that_is_cut_off_leaves_what_it_found_and_is_resumed_without_what_passed(pytester, tmp_path, commit, monkeypatch):
+def test_a_run_that_is_cut_off_is_resumed_without_what_passed(pytester, tmp_path, commit, monkeypatch):
     made = tmp_path / "made"
     pytester.makeconftest(
         "from pathlib import Path\nfrom tests.long_report import LongReport\ndef pytest_configure(config):\n"
