@@ -7,6 +7,7 @@ is cut over tensor-parallel ranks, and both ways back.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -278,20 +279,24 @@ class Family:
         return [bool(x) for x in self.transformer.get("moe_layer_freq") or [self.num_experts] * self.num_layers]
 
     def cost(self) -> ModelCost:
-        """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
-        parameters = 0
+        """What training on a token costs."""
+        products = 0
         for parameter in self.parameters:
-            if parameter.keeps_fp32:  # a router's bias, which is no product
+            table = parameter.name == EMBEDDING and not self.tied_embeddings
+            if table or len(parameter.merged_shape) < 2 or not parameter.name.endswith("weight"):
                 continue
-            size = sum(math.prod(shape) for _, shape in parameter.hf)
+            size = math.prod(parameter.merged_shape)
             # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
             if parameter.expert is not None:
                 size = size * self.transformer["moe_router_topk"] // self.num_experts
-            parameters += size
+            products += size
         latent, head = self.attention.latent, self.transformer["kv_channels"]
         # Queries x keys, and weights x values: they may differ in size.
         sizes = 2 * head if latent is None else latent.head + latent.value
-        return ModelCost(parameters, self.num_layers * self.transformer["num_attention_heads"] * sizes // 2)
+        width = self.transformer["num_attention_heads"] * sizes // 2
+        windows = Counter(window for window in self.attention.windows if window is not None)
+        full = self.num_layers - windows.total()
+        return ModelCost(products, full * width, tuple((size, count * width) for size, count in windows.items()))
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""

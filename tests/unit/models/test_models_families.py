@@ -286,4 +286,4 @@ def test_latent_attention_costs_its_own_sizes_and_the_bias_is_no_work():
     hidden, heads = 16, 4
     attention = hidden * 6 + 6 + heads * 10 * 6 + 14 * hidden + 10 + heads * 14 * 10 + hidden * heads * 8
     dense, sparse = 3 * hidden * 24, hidden * 8 + (4 + 1) * 3 * hidden * 8
-    assert cost.parameters == 2 * (attention + 2 * hidden) + dense + sparse + 2 * 11 * hidden + hidden
+    assert cost.products == 2 * (attention - 6 - 10) + dense + sparse + 11 * hidden
