@@ -5,8 +5,7 @@ and must change nothing unless the backend "rltool" or the middleware is asked f
 environment sets it.
 """
 
-from rltool.engines.plugin.fork import fork_engine_processes
-from rltool.engines.plugin.idle import limit_busy_loop
+from rltool.engines.plugin.cpu import fork_engine_processes, limit_busy_loop
 from rltool.engines.plugin.outputs import hold_outputs
 from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
 
