@@ -7,6 +7,8 @@ exported    the largest difference of a prompt's log-probabilities to transforme
             conversion, in fp32
 synced      the same after each sync, over gloo and over disk
 moved       how far apart by that measure the weights of each sync are from those before it
+trainer     latent attention: the largest difference of the trainer to transformers, over all three weights
+exact       latent attention: the same of each to transformers in float64
 abandoned   the same as `synced`, after an update that was given up half-way, of the weights that the engine had
 copies      how many of vLLM's packed copies of weights there are after the syncs, and were before them
 seconds     of all that
@@ -22,8 +24,9 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Before vLLM is imported. Its engine core inside this process: one import for all families.
@@ -37,11 +40,12 @@ os.environ.update(
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
-from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model
+from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch
 from tests.ranks import flat_bytes
 
 HIDDEN = 128
@@ -69,6 +73,37 @@ def rotate_in_plain_torch() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its dtype (norms, routers, angles) is in float64, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+@torch.no_grad()
+def exact_logprobs(kind: str, seed: int, tokens: torch.Tensor) -> torch.Tensor:
+    model = model_of(kind, seed).double()
+    model.set_experts_implementation("eager")  # the others have no float64
+    with InFloat64():
+        return hf_logprobs(model, tokens, 1.0)
+
+
+def trainers_logprobs(kind: str, seed: int, work: Path) -> torch.Tensor:
+    model_of(kind, seed).save_pretrained(work)
+    batch = policy_batch([TOKENS])
+    batch.tokens.copy_(prompt())
+    place = SimpleNamespace(world_size=1, rank=0, port=0)
+    with closing(make_trainer(place, work, algorithm={"loss": "sft"})) as trainer:
+        [logprobs] = trainer.compute_logprobs([batch])
+        return logprobs
+
+
+def prompt() -> torch.Tensor:
+    return torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
 
 def model_of(kind: str, seed: int):
@@ -197,24 +232,38 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-def compare(kind: str, model: Path, work: Path) -> dict[str, Any]:
-    tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(3))
+def compare(kind: str, model: Path, work: Path, trainers: list[torch.Tensor]) -> dict[str, Any]:
+    """trainers: log-probabilities by the trainer of each of the three weights, or nothing."""
+    tokens = prompt()
     with torch.no_grad():
         expected = [hf_logprobs(model_of(kind, seed), tokens, 1.0) for seed in range(3)]
     if kind in LATENT:
         rotate_in_plain_torch()
+    computed: list[torch.Tensor] = []
     with engine_of(model) as engine:
+
+        def seen(seed: int) -> float:
+            computed.append(vllm_logprobs(engine, tokens))
+            return difference(computed[-1], expected[seed])
 
         def after(send: Callable[..., None], seed: int) -> float:
             tensors = weights_of(kind, seed, work / str(seed))
             buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
             send(engine, tensors, buckets, work)
-            return difference(vllm_logprobs(engine, tokens), expected[seed])
+            return seen(seed)
 
-        found = {"exported": difference(vllm_logprobs(engine, tokens), expected[0])}
+        found = {"exported": seen(0)}
         before = packed_copies()
         found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
         found |= {"abandoned": after(abandon_half_way, 2)}
+    if trainers:
+        exact = [exact_logprobs(kind, seed, tokens) for seed in range(3)]
+        sides = {"vllm": computed[:3], "trainer": trainers, "transformers": expected}
+        found["exact"] = {
+            side: max(difference(x.double(), y) for x, y in zip(logprobs, exact, strict=True))
+            for side, logprobs in sides.items()
+        }
+        found["trainer"] = max(difference(x, y) for x, y in zip(trainers, expected, strict=True))
     return found | {"moved": [difference(expected[seed], expected[seed + 1]) for seed in range(2)]}
 
 
@@ -222,9 +271,14 @@ def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
         # All conversions first: vLLM leaves process groups of its own behind.
         models = {kind: convert(kind, Path(work) / kind) for kind in kinds}
+        trainers = {
+            kind: [trainers_logprobs(kind, seed, Path(work) / f"{kind}-{seed}") for seed in range(3)]
+            for kind in kinds
+            if kind in LATENT
+        }
         for kind, model in models.items():
             started = time.monotonic()
-            found = compare(kind, model, Path(work) / kind)
+            found = compare(kind, model, Path(work) / kind, trainers.get(kind, []))
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"family": kind, **found, "seconds": seconds}), flush=True)
 
