@@ -317,7 +317,8 @@ def flash_backward(by_out, query, key, value, out, total, state, unused, packed,
         return x.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
 
     by_query = (by_scores @ keys).transpose(0, 1)
-    return by_query, grouped(by_scores.transpose(1, 2) @ query.transpose(0, 1)), grouped(weights.transpose(1, 2) @ given)
+    by_key = grouped(by_scores.transpose(1, 2) @ query.transpose(0, 1))
+    return by_query, by_key, grouped(weights.transpose(1, 2) @ given)
 
 
 def scores_of(query, key, value, window):
