@@ -12,14 +12,18 @@ import pytest
 
 from tests.e2e.megatron_models import KINDS
 
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+
 SECONDS = 600
 """A minute and a half on two idle cores. What vLLM knows of an architecture it asks a process of its own, once on each
 machine."""
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(SECONDS)]
 
-EQUAL = 1e-4
-"""Largest difference of fp32 log-probabilities, vLLM's kernels against torch's."""
+EQUAL = 5e-5
+"""Largest difference of fp32 log-probabilities, vLLM's kernels against torch's: where the numbers amplify rounding,
+both are off float64 by more than 1e-5."""
+NEAR = 1e-5
 DIFFERENT = 0.1
 
 
@@ -37,6 +41,19 @@ def found() -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_vllm_computes_with_exported_weights_what_transformers_does_with_the_original(found, kind):
     assert found[kind]["exported"] < EQUAL, found[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_vllm_is_about_as_near_to_float64_as_transformers_in_float32(found, kind):
+    """So what is left between them is rounding: of the exported weights and after each sync."""
+    exact = found[kind]["exact"]
+    assert exact["vllm"] < max(NEAR, 3 * exact["transformers"]), found[kind]
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_the_trainers_latent_attention_is_nearer_to_transformers_than_either_is_to_float64(found, kind):
+    exact = found[kind]["exact"]
+    assert found[kind]["trainer"] < NEAR and exact["trainer"] < 1.5 * exact["transformers"], found[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)
