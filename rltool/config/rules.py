@@ -245,8 +245,8 @@ def check_lora(config: Sections) -> None:
     """What adapters leave as it is cannot be trained beside them."""
     if config.lora.rank and config.trainer.router_bias_update_rate:
         raise ValueError(
-            "trainer.router_bias_update_rate moves the routers' biases, but with lora.rank above 0 the model stays as it "
-            "is; leave one of them out"
+            "trainer.router_bias_update_rate moves the routers' biases, but with lora.rank above 0 the model stays as "
+            "it is; leave one of them out"
         )
 
 

@@ -52,8 +52,8 @@ class LoraConfig(Config):
     """What an adapter adds is multiplied with alpha / rank."""
     targets: Literal["all-linear"] | tuple[LoraTarget, ...] = "all-linear"
     """Which products of each layer have one: qkv (with latent attention, all products that make queries, keys and
-    values), proj (attention's output), gate_up and down (of MLPs and shared experts), experts; all-linear: all of these.
-    Routers, embeddings and the output head have none."""
+    values), proj (attention's output), gate_up and down (of MLPs and shared experts), experts; all-linear: all of
+    these. Routers, embeddings and the output head have none."""
     init: Path | None = None
     """An adapter of the peft format, or a checkpoint of a run with one, that training begins from; its rank, alpha and
     targets must be these. None: A is drawn at random and B is 0, so that the first policy is the model itself."""
@@ -65,8 +65,8 @@ class LoraConfig(Config):
         tables = [name for name in named if name in TABLES] if is_list(named) else []
         if tables:
             raise ValueError(
-                f"{', '.join(map(repr, tables))}: the embedding and the output head have no adapters; choose among qkv, "
-                "proj, gate_up, down, experts"
+                f"{', '.join(map(repr, tables))}: the embedding and the output head have no adapters; choose among "
+                "qkv, proj, gate_up, down, experts"
             )
         return value
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -33,12 +34,11 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
-from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
-from rltool.megatron.experts import GroupedExperts
+from rltool.megatron.experts import GroupedExperts, Groups, Shape, grouped_product
 from rltool.megatron.family_layers import CopiedLinear
 from rltool.megatron.model import global_name, global_names
 from rltool.megatron.runtime import Coordinates
@@ -92,6 +92,31 @@ class Adapter(torch.nn.Module):
         return total.to(weight.dtype)
 
 
+class AddedInGroups:
+    """The adapters of one product of all local experts, by grouped products."""
+
+    def __init__(self, adapters: Sequence[Adapter], is_on: Callable[[], bool]) -> None:
+        self._adapters, self._is_on = adapters, is_on
+
+    def shapes(self, device: torch.device, dtype: torch.dtype) -> list[Shape]:
+        """Of the products."""
+        first = self._adapters[0]
+        outputs, inputs = len(first.a) * len(first.a[0]), first.a[0].size(1)
+        return [Shape(device, dtype, outputs, inputs), *(Shape(device, dtype, *b.shape) for b in first.b)]
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor | None:
+        """x: [T, inputs], sorted by expert. Returns what is added to the product, if anything is."""
+        if not self._is_on():
+            return None
+        first, dtype = self._adapters[0], x.dtype
+        low = grouped_product(x, groups, [torch.cat([a.to(dtype) for a in each.a]) for each in self._adapters])
+        parts = [
+            grouped_product(u, groups, [each.b[i].to(dtype) for each in self._adapters])
+            for i, u in enumerate((low * first.scale).chunk(len(first.a), dim=-1))
+        ]
+        return first.adapted.put_together(parts, first.groups)
+
+
 def _communication(linear: torch.nn.Module) -> tuple[Between, tuple[bool, bool]]:
     """Between A and B of this module's adapter; and whether the gradients of A and of B are summed over tensor-parallel
     ranks: each of these has seen other tokens, or goes on to other outputs."""
@@ -134,26 +159,29 @@ class Adapters(torch.nn.Module):
         self._on = True
         wanted = {each.base.name: each for each in adapters_of(family, lora.rank, lora.targets)}
         model.requires_grad_(False)
-        self.each = torch.nn.ModuleDict()
         for local, weight in model.named_parameters():
             adapted = wanted.get(global_name(model, local))
             if adapted is None:
                 continue
             linear = model.get_submodule(local.rpartition(".")[0])
-            self.each[adapted.name] = adapter = Adapter(adapted, linear, lora.scale, coordinates).to(weight.device)
+            adapter = Adapter(adapted, linear, lora.scale, coordinates).to(weight.device)
+            self.add_module(adapted.name, adapter)
             # Before other hooks: what these do with the module's output, they do with the sum.
             linear.register_forward_hook(self._added(adapter), prepend=True)
-        if not self.each:
+        if not any(True for _ in self.children()):
             raise UsageError(
-                f"lora.targets leaves pipeline stage {coordinates.pp_rank} without an adapter; name more, or take fewer "
-                "stages"
+                f"lora.targets leaves pipeline stage {coordinates.pp_rank} without an adapter; name more, or take "
+                "fewer stages"
             )
         for layer in model.decoder.layers:
             experts = getattr(cast(Any, layer).mlp, "experts", None)
-            if isinstance(experts, SequentialMLP):
-                self._hand_over(model, experts)
+            if isinstance(experts, GroupedExperts):  # which do not call their modules
+                experts.added = [
+                    self._added_in_groups(model, [getattr(expert, name) for expert in experts.local_experts])
+                    for name in ("linear_fc1", "linear_fc2")
+                ]
         if model.pre_process and model.config.recompute_granularity is not None:
-            # What is computed again has a gradient where its input has one, and behind a frozen embedding that has none.
+            # What is computed again has a gradient where its input has one; behind a frozen embedding that has none.
             model.embedding.register_forward_hook(_require_gradient)
         self.draw()
 
@@ -168,11 +196,15 @@ class Adapters(torch.nn.Module):
 
         return add
 
-    def _hand_over(self, model: GPTModel, experts: SequentialMLP) -> None:
-        """Experts whose products are grouped do not call their modules."""
+    def _added_in_groups(self, model: GPTModel, modules: Sequence[torch.nn.Module]) -> AddedInGroups | None:
+        """modules: one of each local expert."""
+        names = {id(module): global_name(model, f"{name}.weight") for name, module in model.named_modules()}
+        found = {adapter.adapted.base.name: adapter for adapter in self.adapters()}
+        here = [found[name] for name in (names[id(module)] for module in modules) if name in found]
+        return AddedInGroups(here, lambda: self._on) if here else None
 
     def adapters(self) -> Iterator[Adapter]:
-        return cast(Iterator[Adapter], iter(self.each.values()))
+        return cast(Iterator[Adapter], self.children())
 
     def held(self) -> Iterator[tuple[Parameter, torch.nn.Parameter]]:
         """Each adapter's parameters and this rank's shards of them."""
@@ -199,16 +231,23 @@ class Adapters(torch.nn.Module):
         for parameter, held in self.held():
             held.copy_(parameter.shard(read(parameter), self.at.tp_rank, self.at.layout.tp))
 
-    def switch(self, on: bool) -> None:
-        """Off: the model computes as if it had no adapters."""
-        self._on = on
+    def merging_bytes(self, dtype: torch.dtype) -> int:
+        """Memory that merging one parameter takes at most: its sum and B A in float32, and the sum rounded."""
+        largest = max(math.prod(each.adapted.base.merged_shape) for each in self.adapters())
+        return (8 + dtype.itemsize) * largest // self.at.layout.tp
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """The model computes as if it had no adapters."""
+        self._on = False
+        try:
+            yield
+        finally:
+            self._on = True
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """For Megatron: each tensor under a name of its own, cut as it is here."""
-        state: dict[str, Any] = {}
-        for (name, _), (parameter, held) in zip(self.named_parameters(), self.held(), strict=True):
-            state[f"{prefix}{name}"] = sharded(parameter, held, self.at)
-        return state
+        """For Megatron: each tensor under a name of its own, which begins with `PART` as the prefix does."""
+        return {parameter.name: sharded(parameter, held, self.at) for parameter, held in self.held()}
 
 
 def sharded(parameter: Parameter, held: Tensor, at: Coordinates | None) -> Any:

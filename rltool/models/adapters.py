@@ -1,5 +1,5 @@
-"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a family's products, in the names and shapes of the peft
-package. Pure.
+"""Low-rank adapters (LoRA, Hu et al. 2021, arXiv 2106.09685) of a family's products, in the names and shapes of the
+peft package. Pure.
 
 A product of the model, y = W x, becomes y = W x + scale B (A x). Each HF tensor has an adapter of its own, also where
 Megatron has merged several into one parameter: peft could not hold one that queries, keys and values share.
@@ -116,14 +116,15 @@ def adapters_of(family: Family, rank: int, targets: Targets) -> tuple[Adapted, .
 
 
 def _adapted(base: Parameter, rank: int) -> Adapted:
-    a, b = [], []
-    for index, (hf, shape) in enumerate(base.hf):
-        def part(letter: str, shape: tuple[int, int], **more: Any) -> Parameter:
-            name = f"{PART}.{module_key(base)}.{letter}.{index}"
-            tensor = (f"{PEFT_PREFIX}{hf.removesuffix('.weight')}.lora_{letter.upper()}.weight", shape)
-            return Parameter(name, (tensor,), base.layer, expert=base.expert, keeps_fp32=True, **more)
+    def part(letter: str, index: int, shape: tuple[int, int], **more: Any) -> Parameter:
+        name = f"{PART}.{module_key(base)}.{letter}.{index}"
+        hf = base.hf[index][0].removesuffix(".weight")
+        tensor = (f"{PEFT_PREFIX}{hf}.lora_{letter.upper()}.weight", shape)
+        return Parameter(name, (tensor,), base.layer, expert=base.expert, keeps_fp32=True, **more)
 
-        a.append(part("a", (rank, shape[1]), shard_dim=1 if base.shard_dim == 1 else None))
+    a, b = [], []
+    for index, (_, shape) in enumerate(base.hf):
+        a.append(part("a", index, (rank, shape[1]), shard_dim=1 if base.shard_dim == 1 else None))
         more: dict[str, Any] = {"shard_dim": 0 if base.shard_dim == 0 else None}
         if len(base.hf) == 1:  # perhaps merged by HF already
             more |= dict(
@@ -132,5 +133,5 @@ def _adapted(base: Parameter, rank: int) -> Adapted:
             )  # fmt: skip
         elif base.interleaved and base.interleaved[index] is not None:
             more["interleaved"] = (base.interleaved[index],)
-        b.append(part("b", (shape[0], rank), **more))
+        b.append(part("b", index, (shape[0], rank), **more))
     return Adapted(base, tuple(a), tuple(b))

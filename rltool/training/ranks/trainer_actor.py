@@ -87,7 +87,7 @@ class TrainerActor:
         rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
         run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
         trainer = MegatronTrainer(
-            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run
+            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run, config.lora
         )
         self._closing.callback(trainer.close)
         critic = None
