@@ -42,7 +42,7 @@ from rltool.megatron.experts import GroupedExperts, Groups, Shape, grouped_produ
 from rltool.megatron.family_layers import CopiedLinear
 from rltool.megatron.model import global_name, global_names
 from rltool.megatron.runtime import Coordinates
-from rltool.models.adapters import PART, Adapted, adapters_of
+from rltool.models.adapters import PART, Adapted, adapters_of, merged
 from rltool.models.base import Family, Parameter
 
 Between = Callable[[Tensor], Tensor]
@@ -85,11 +85,8 @@ class Adapter(torch.nn.Module):
 
     @torch.no_grad()
     def merged(self, weight: Tensor) -> Tensor:
-        """This rank's shard of W + scale B A, computed in float32 and rounded once to W's dtype. A copy."""
-        total = weight.detach().to(torch.float32, copy=True)
-        for rows, a, b in zip(self.adapted.rows(total, self.groups), self.a, self.b, strict=True):
-            rows.add_((b @ a).view_as(rows), alpha=self.scale)
-        return total.to(weight.dtype)
+        """This rank's shard of W + scale B A, in W's dtype. A copy."""
+        return merged(self.adapted, weight.detach(), [*self.a], [*self.b], scale=self.scale, groups=self.groups)
 
 
 class AddedInGroups:

@@ -80,6 +80,17 @@ class Adapted:
         return torch.cat([part.unflatten(-1, (groups, -1)) for part in parts], dim=-1).flatten(-2)
 
 
+def merged(
+    adapted: Adapted, weight: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], *, scale: float, groups: int
+) -> Tensor:
+    """W + scale B A, computed in float32 and rounded once to W's dtype: a copy. Of a whole parameter, or of one rank's
+    shards. groups: as for `Adapted.rows`."""
+    total = weight.to(torch.float32, copy=True)
+    for rows, down, up in zip(adapted.rows(total, groups), a, b, strict=True):
+        rows.add_((up @ down).view_as(rows), alpha=scale)
+    return total.to(weight.dtype)
+
+
 def module_key(parameter: Parameter) -> str:
     return parameter.name.rpartition(".")[0].replace(".", "-")
 
