@@ -71,7 +71,8 @@ class Adapter(torch.nn.Module):
         held.sequence_parallel = summed
         if parameter.shard_dim is not None:
             held.tensor_model_parallel, held.partition_dim, held.partition_stride = True, parameter.shard_dim, 1
-        held.allreduce = not (expert and self.at.layout.ep > 1)
+        # Also without expert parallelism, so that a checkpoint has the same optimizers in every layout.
+        held.allreduce = not expert
         return held
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,6 +157,7 @@ class Adapters(torch.nn.Module):
         self._on = True
         wanted = {each.base.name: each for each in adapters_of(family, lora.rank, lora.targets)}
         model.requires_grad_(False)
+        beside: dict[torch.nn.Module, Adapter] = {}
         for local, weight in model.named_parameters():
             adapted = wanted.get(global_name(model, local))
             if adapted is None:
@@ -163,9 +165,10 @@ class Adapters(torch.nn.Module):
             linear = model.get_submodule(local.rpartition(".")[0])
             adapter = Adapter(adapted, linear, lora.scale, coordinates).to(weight.device)
             self.add_module(adapted.name, adapter)
+            beside[linear] = adapter
             # Before other hooks: what these do with the module's output, they do with the sum.
             linear.register_forward_hook(self._added(adapter), prepend=True)
-        if not any(True for _ in self.children()):
+        if not beside:
             raise UsageError(
                 f"lora.targets leaves pipeline stage {coordinates.pp_rank} without an adapter; name more, or take "
                 "fewer stages"
@@ -174,7 +177,7 @@ class Adapters(torch.nn.Module):
             experts = getattr(cast(Any, layer).mlp, "experts", None)
             if isinstance(experts, GroupedExperts):  # which do not call their modules
                 experts.added = [
-                    self._added_in_groups(model, [getattr(expert, name) for expert in experts.local_experts])
+                    self._added_in_groups(beside, [getattr(expert, name) for expert in experts.local_experts])
                     for name in ("linear_fc1", "linear_fc2")
                 ]
         if model.pre_process and model.config.recompute_granularity is not None:
@@ -193,11 +196,11 @@ class Adapters(torch.nn.Module):
 
         return add
 
-    def _added_in_groups(self, model: GPTModel, modules: Sequence[torch.nn.Module]) -> AddedInGroups | None:
-        """modules: one of each local expert."""
-        names = {id(module): global_name(model, f"{name}.weight") for name, module in model.named_modules()}
-        found = {adapter.adapted.base.name: adapter for adapter in self.adapters()}
-        here = [found[name] for name in (names[id(module)] for module in modules) if name in found]
+    def _added_in_groups(
+        self, beside: Mapping[torch.nn.Module, Adapter], modules: Sequence[torch.nn.Module]
+    ) -> AddedInGroups | None:
+        """beside: the adapter of each module; modules: one of each local expert."""
+        here = [beside[module] for module in modules if module in beside]
         return AddedInGroups(here, lambda: self._on) if here else None
 
     def adapters(self) -> Iterator[Adapter]:
