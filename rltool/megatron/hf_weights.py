@@ -66,11 +66,13 @@ def export_weights(
     for gather in plan_gathers(plan, runtime.coordinates.layout, everywhere=everywhere, bound=bound):
         shards = gathered(gather, local, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
-            here = None
-            if shards is not None:
-                here = shards.get(parameter.name) or [local[parameter.name].detach()]
-            yield from _tensors(next(exports), here)
+            # No name for them: it would hold the buffer, too.
+            yield from _tensors(next(exports), None if shards is None else _found(parameter.name, shards, local))
         del shards  # its buffer goes before there is another one
+
+
+def _found(name: str, shards: dict[str, list[Tensor]], local: Mapping[str, Tensor]) -> list[Tensor]:
+    return shards.get(name) or [local[name].detach()]
 
 
 def _tensors(export: Export, shards: list[Tensor] | None) -> Iterator[tuple[TensorMeta, Tensor | None]]:

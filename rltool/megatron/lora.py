@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -123,7 +124,8 @@ def _communication(linear: torch.nn.Module) -> tuple[Between, tuple[bool, bool]]
         return _nothing, (cut, cut)
     if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
         raise UsageError(f"lora: {type(linear).__name__} has no adapters; leave it out of lora.targets")
-    column, group, cut = isinstance(linear, ColumnParallelLinear), linear.tp_group, linear.sequence_parallel
+    column, cut = isinstance(linear, ColumnParallelLinear), linear.sequence_parallel
+    group = cast("dist.ProcessGroup", linear.tp_group)
     if group.size() == 1:
         return _nothing, (False, False)
     if linear.explicit_expert_comm:
@@ -253,8 +255,9 @@ class Adapters(torch.nn.Module):
 def sharded(parameter: Parameter, held: Tensor, at: Coordinates | None) -> Any:
     """As Megatron's checkpoints have this rank's part of a parameter; at: None, one process holds it whole."""
     rank, size, replica = (0, 1, 0) if at is None else (at.tp_rank, at.layout.tp, _replica(parameter))
-    cut = parameter.shard_dim is not None and size > 1
-    offsets = [(parameter.shard_dim, rank, size)] if cut else []
+    dim = parameter.shard_dim
+    cut = dim is not None and size > 1
+    offsets = [(dim, rank, size)] if dim is not None and cut else []
     entry = ShardedTensor.from_rank_offsets(
         parameter.name, held, *offsets, replica_id=(0, 0 if cut else rank, replica), prepend_axis_num=0
     )

@@ -68,7 +68,7 @@ class Adapted:
         if self.base.merge_as == "stack":
             return list(merged.chunk(len(self.a)))
         sizes = [shape[0] // self.base.query_groups for _, shape in self.base.hf]
-        return list(merged.unflatten(0, (groups, sum(sizes))).split(sizes, dim=1))
+        return list(torch.split(merged.view(groups, sum(sizes), *merged.shape[1:]), sizes, dim=1))
 
     def put_together(self, parts: Sequence[Tensor], groups: int) -> Tensor:
         """Outputs [..., rows of each HF tensor] -> [..., rows of the merged one]. The inverse of `rows`, of the last
@@ -112,7 +112,7 @@ def target_of(parameter: Parameter) -> str | None:
 def adapters_of(family: Family, rank: int, targets: Targets) -> tuple[Adapted, ...]:
     """Those of the model, in the order of its parameters. UsageError where a target names nothing in it."""
     found: list[Adapted] = []
-    missing = set() if targets == "all-linear" else set(targets)
+    missing: set[str] = set() if targets == "all-linear" else set(targets)
     for parameter in family.parameters:
         if parameter.name in (EMBEDDING, HEAD):
             continue
@@ -133,7 +133,8 @@ def _adapted(base: Parameter, rank: int) -> Adapted:
         tensor = (f"{PEFT_PREFIX}{hf}.lora_{letter.upper()}.weight", shape)
         return Parameter(name, (tensor,), base.layer, expert=base.expert, keeps_fp32=True, **more)
 
-    a, b = [], []
+    a: list[Parameter] = []
+    b: list[Parameter] = []
     for index, (_, shape) in enumerate(base.hf):
         a.append(part("a", index, (rank, shape[1]), shard_dim=1 if base.shard_dim == 1 else None))
         more: dict[str, Any] = {"shard_dim": 0 if base.shard_dim == 0 else None}

@@ -7,6 +7,8 @@ is cut over tensor-parallel ranks, and both ways back.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -277,25 +279,57 @@ class Family:
         return [bool(x) for x in self.transformer.get("moe_layer_freq") or [self.num_experts] * self.num_layers]
 
     def cost(self) -> ModelCost:
-        """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
-        parameters = 0
+        """What training on a token costs."""
+        products = 0
         for parameter in self.parameters:
-            if parameter.keeps_fp32:  # a router's bias, which is no product
+            table = parameter.name == EMBEDDING and not self.tied_embeddings
+            if table or len(parameter.merged_shape) < 2 or not parameter.name.endswith("weight"):
                 continue
-            size = sum(math.prod(shape) for _, shape in parameter.hf)
+            size = math.prod(parameter.merged_shape)
             # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
             if parameter.expert is not None:
                 size = size * self.transformer["moe_router_topk"] // self.num_experts
-            parameters += size
+            products += size
         latent, head = self.attention.latent, self.transformer["kv_channels"]
         # Queries x keys, and weights x values: they may differ in size.
         sizes = 2 * head if latent is None else latent.head + latent.value
-        return ModelCost(parameters, self.num_layers * self.transformer["num_attention_heads"] * sizes // 2)
+        width = self.transformer["num_attention_heads"] * sizes // 2
+        windows = Counter(window for window in self.attention.windows if window is not None)
+        full = self.num_layers - windows.total()
+        return ModelCost(products, full * width, tuple((size, count * width) for size, count in windows.items()))
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""
         return [tensor for parameter in self.parameters for tensor in parameter.hf]
 
+
+Cut = Literal["tp", "pp", "cp", "ep"]
+"""Tensor, pipeline, context and expert parallelism."""
+
+
+@dataclass(frozen=True)
+class FamilyDefinition:
+    """A family as its file states it, in `FAMILY`: `rltool models` and docs/models.md say what is here.
+
+    architectures: names in config.json that it builds
+    build: config.json -> the model; UsageError, naming key and value, for what is not implemented
+    opens: checkpoints, as people call them
+    special: how it differs from Llama; refuses: what a config.json may ask for and is refused
+    layouts: in which it is compared with transformers (logits, gradients, every tensor) over two ranks, beside one
+        rank; tests/e2e/test_model_families.py runs these
+    engines: in which an exported model and synced weights are compared with transformers
+    """
+
+    architectures: tuple[str, ...]
+    build: Callable[[dict[str, Any]], Family]
+    opens: str
+    special: str = ""
+    refuses: str = ""
+    layouts: tuple[Cut, ...] = ("tp", "pp", "cp")
+    engines: tuple[str, ...] = ("vllm",)
+
+
+WITH_EXPERTS: tuple[Cut, ...] = ("tp", "pp", "cp", "ep")
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"

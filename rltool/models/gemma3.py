@@ -10,7 +10,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from rltool.errors import UsageError
-from rltool.models.base import Attention, Family
+from rltool.models.base import Attention, Family, FamilyDefinition
 from rltool.models.decoder import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -23,7 +23,6 @@ from rltool.models.decoder import (
 )
 from rltool.models.rope import rope_settings, rotary
 
-ARCHITECTURES = ("Gemma3ForCausalLM",)
 DEFAULTS = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -95,3 +94,12 @@ def _ropes(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         rope_settings({"rope_theta": config["rope_theta"], "rope_parameters": full}),
         rope_settings({"rope_theta": config["rope_local_base_freq"], "rope_parameters": local}),
     )
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Gemma3ForCausalLM",),
+    build=build,
+    opens="Gemma 3, text only",
+    special="norms with 1 + weight before and after attention and MLP, GeGLU, scaled embedding, windows with own rope",
+    refuses="softcapping, bidirectional attention, biases, pictures",
+)

@@ -10,6 +10,8 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.models.base import FamilyDefinition
+from rltool.models.registry import definition_for
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""
@@ -93,6 +95,14 @@ def hf_config(kind: str, tied: bool, **sizes):
         tie_word_embeddings=tied,
     )
     return getattr(transformers, name)(**common | special | sizes)
+
+
+def definition_of(kind: str) -> FamilyDefinition:
+    """What the family's file says of itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = hf_config(kind, tied=False).model_type
+    return definition_for({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]})[1]
 
 
 def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):

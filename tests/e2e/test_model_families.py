@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,
     KINDS,
-    VOCAB,
+    definition_of,
     hf_config,
     hf_logprobs,
     hf_model,
@@ -74,11 +75,12 @@ def case_biases(place, path, batch, layout, dtype, rate):
         return {meta.name: tensor for meta, tensor in exported.items()}
 
 
-def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
-    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
-    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
-    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
+def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """(ranks, layout) of one rank and of those that the family's file names. Megatron wants sequence parallelism for
+    experts under tensor parallelism."""
+    tensor = {"trainer": {"sequence_parallel": True}} if kind in EXPERTS else {}
+    cuts = definition_of(kind).layouts
+    return [(1, {}), *((2, {cut: 2, **(tensor if cut == "tp" else {})}) for cut in cuts)]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -138,22 +140,24 @@ def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_models_cost_is_what_torch_counts(tmp_path, kind):
-    model, tokens = hf_model(kind, tied=False), torch.arange(13)[None]
-    hf_config(kind, tied=False).save_pretrained(tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_cost_is_what_torch_counts_forward_and_backward(tmp_path, kind, tied):
+    model, tokens = hf_model(kind, tied), torch.arange(13)[None]
+    hf_config(kind, tied).save_pretrained(tmp_path)
     family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
     # Torch counts plain products alone.
     model.set_attn_implementation("eager")
     if kind in EXPERTS:
         model.set_experts_implementation("eager")
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
-        model(tokens)
+    with FlopCounterMode(display=False) as counted:
+        model(tokens).logits.sum().backward()
     cost, n = family.cost(), tokens.numel()
-    # Of the parameters those that are no product: the embedding, norms and biases.
-    sizes = [shape for parameter in family.parameters if not parameter.keeps_fp32 for _, shape in parameter.hf]
-    others = sum(torch.Size(shape).numel() for shape in sizes if len(shape) == 1) + VOCAB * 64
-    # Torch counts attention without its causal mask.
-    assert counted.get_total_flops() == 2 * n * (cost.parameters - others) + 4 * cost.attention_width * n * n
+    # Torch counts attention without its masks.
+    width = cost.attention_width + sum(width for _, width in cost.windows)
+    assert counted.get_total_flops() == 6 * n * cost.products + 12 * width * n * n
+    windows = [window for window in family.attention.windows if window]
+    assert len(cost.windows) == len(set(windows))
+    assert sum(width for _, width in cost.windows) * family.num_layers == width * len(windows)
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"ep": 2}], ids=str)
