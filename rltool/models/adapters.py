@@ -120,6 +120,11 @@ def adapters_of(family: Family, rank: int, targets: Targets) -> tuple[Adapted, .
         if target is None or (targets != "all-linear" and target not in targets):
             continue
         missing.discard(target)
+        if parameter.experts:
+            raise UsageError(
+                f"lora: the experts of {family.architecture} are one tensor in a Hugging Face checkpoint, for which "
+                'adapters are not implemented; leave them out, such as with lora.targets = ["qkv", "proj"]'
+            )
         found.append(_adapted(parameter, rank))
     if missing:
         raise UsageError(f"lora.targets names {', '.join(sorted(missing))}, which {family.architecture} does not have")
