@@ -8,10 +8,29 @@ from typing import Any
 
 from rltool.config.base import is_list, is_table
 from rltool.errors import UsageError
-from rltool.models import deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rltool.models import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from rltool.models.base import Family
 
-_FAMILIES = (deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe)
+_FAMILIES = (
+    deepseek_v3, gemma2, gemma3, glm4, glm4_moe, llama, mistral, mixtral, olmo,
+    phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, smollm3,
+)  # fmt: skip
 _BUILDERS = {architecture: module.build for module in _FAMILIES for architecture in module.ARCHITECTURES}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
 

@@ -78,7 +78,8 @@ def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
     """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
     tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
     experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    return [(1, {}), (2, tensor), (2, {"pp": 2}), (2, {"cp": 2}), *experts]
+    pipeline, context = ({"trainer": {"recompute": how}} for how in ("full", "selective"))
+    return [(1, {}), (2, tensor), (2, {"pp": 2} | pipeline), (2, {"cp": 2} | context), *experts]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
