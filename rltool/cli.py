@@ -50,6 +50,9 @@ VERBS: dict[str, Verb] = {
     "convert-ckpt": Verb(
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),
+    "models": Verb(
+        "rltool.commands.models:app", "List model families."
+    ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
     "eval": Verb("rltool.commands.evaluate:evaluate", "Evaluate engines that run, or a checkpoint; no trainer."),
     "debug": Verb(

@@ -40,11 +40,11 @@ def head_logprobs(
 
     hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary
     rows last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same
-    rows; softcap: of the logits, before the temperature, see `capped`. Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's:
-    sum it over the group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in
-    fp32, in place in `weight.main_grad` where Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp]
-    probabilities in hidden's dtype until the backward pass, which then needs no second product for them; not so with a
-    softcap, whose slope is that of the logits.
+    rows; softcap: of the logits, before the temperature, see `capped`. Differentiable in hidden and weight, through
+    both results. The gradient of hidden is this rank's slice's: sum it over the group (Megatron's copy_to or
+    gather_from regions do). That of the weight is summed over chunks in fp32, in place in `weight.main_grad` where
+    Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp] probabilities in hidden's dtype until the
+    backward pass, which then needs no second product for them; not with a softcap, whose slope needs the logits.
     """
     keep = keeps(keep, softcap, hidden, weight)
     return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, softcap, chunk, keep)

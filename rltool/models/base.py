@@ -7,6 +7,7 @@ is cut over tensor-parallel ranks, and both ways back.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -298,6 +299,34 @@ class Family:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""
         return [tensor for parameter in self.parameters for tensor in parameter.hf]
 
+
+Cut = Literal["tp", "pp", "cp", "ep"]
+"""Tensor, pipeline, context and expert parallelism."""
+
+
+@dataclass(frozen=True)
+class FamilyDefinition:
+    """A family as its file states it, in `FAMILY`: `rltool models` and docs/models.md say what is here.
+
+    architectures: names in config.json that it builds
+    build: config.json -> the model; UsageError, naming key and value, for what is not implemented
+    opens: checkpoints, as people call them
+    special: how it differs from Llama; refuses: what a config.json may ask for and is refused
+    layouts: in which it is compared with transformers (logits, gradients, every tensor) over two ranks, beside one
+        rank; tests/e2e/test_model_families.py runs these
+    engines: in which an exported model and synced weights are compared with transformers
+    """
+
+    architectures: tuple[str, ...]
+    build: Callable[[dict[str, Any]], Family]
+    opens: str
+    special: str = ""
+    refuses: str = ""
+    layouts: tuple[Cut, ...] = ("tp", "pp", "cp")
+    engines: tuple[str, ...] = ("vllm",)
+
+
+WITH_EXPERTS: tuple[Cut, ...] = ("tp", "pp", "cp", "ep")
 
 EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Attention, Family, Latent
+from rltool.models.base import WITH_EXPERTS, Attention, Family, FamilyDefinition, Latent
 from rltool.models.decoder import Variant, decoder, refuse, require
 from rltool.models.experts import deepseek_experts, predicting_layers
 from rltool.models.rope import mscale, rope_settings
 
-ARCHITECTURES = ("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 DEFAULTS = {
     "moe_intermediate_size": 2048,
     "n_routed_experts": 256,
@@ -67,3 +66,13 @@ def build(config: dict[str, Any]) -> Family:
         extra={"carried": predicting_layers(config)},
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
+    build=build,
+    opens="DeepSeek V3 and R1, Moonlight, Kimi K2, GLM-4.7-Flash",
+    special="multi-head latent attention; sigmoid router with groups and bias, shared expert, dense layers first",
+    refuses="FP8 files; groups that do not have two chosen experts each",
+    layouts=WITH_EXPERTS,
+)

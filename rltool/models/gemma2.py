@@ -8,11 +8,10 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from rltool.models.base import Attention, Family
+from rltool.models.base import Attention, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, require, windows
 from rltool.models.gemma3 import NORMS
 
-ARCHITECTURES = ("Gemma2ForCausalLM",)
 DEFAULTS = {
     "num_key_value_heads": 4,
     "head_dim": 256,
@@ -48,3 +47,12 @@ def build(config: dict[str, Any]) -> Family:
         extra=dict(embedding_scale=hidden**0.5, logit_softcap=config["final_logit_softcapping"]),
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Gemma2ForCausalLM",),
+    build=build,
+    opens="Gemma 2",
+    special="as Gemma 3, with softcapped scores and logits, without norms of queries and keys, one rope",
+    refuses="bidirectional attention, biases",
+)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from rltool.models.base import Attention, Family
+from rltool.models.base import Attention, Family, FamilyDefinition
 from rltool.models.decoder import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -22,7 +22,6 @@ from rltool.models.decoder import (
 )
 from rltool.models.rope import two_rotaries
 
-ARCHITECTURES = ("Gemma3ForCausalLM",)
 DEFAULTS = {
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
@@ -68,3 +67,12 @@ def build(config: dict[str, Any]) -> Family:
         ),
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Gemma3ForCausalLM",),
+    build=build,
+    opens="Gemma 3, text only",
+    special="norms with 1 + weight before and after attention and MLP, GeGLU, scaled embedding, windows with own rope",
+    refuses="softcapping, bidirectional attention, biases, pictures",
+)

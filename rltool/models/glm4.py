@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import Family, FamilyDefinition
 from rltool.models.decoder import (
     AFTER_ATTENTION,
     AFTER_MLP,
@@ -16,7 +16,6 @@ from rltool.models.decoder import (
     refuse,
 )
 
-ARCHITECTURES = ("Glm4ForCausalLM",)
 DEFAULTS = {
     "num_key_value_heads": 2,
     "head_dim": 128,
@@ -44,3 +43,11 @@ def build(config: dict[str, Any]) -> Family:
         norms=NORMS,
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Glm4ForCausalLM",),
+    build=build,
+    opens="GLM-4-9B and 32B of 2025 (0414), GLM-Z1",
+    special="norms before and after attention and MLP, half of each head rotated, in pairs of neighbours",
+)

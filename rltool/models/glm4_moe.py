@@ -5,11 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import WITH_EXPERTS, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse
 from rltool.models.experts import deepseek_experts, predicting_layers
 
-ARCHITECTURES = ("Glm4MoeForCausalLM",)
 DEFAULTS = {
     "num_hidden_layers": 46,
     "first_k_dense_replace": 1,
@@ -37,3 +36,13 @@ def build(config: dict[str, Any]) -> Family:
         extra={"carried": predicting_layers(config)},
     )
     return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Glm4MoeForCausalLM",),
+    build=build,
+    opens="GLM-4.5, 4.5-Air, 4.6, 4.7, INTELLECT-3",
+    special="half of each head rotated, sigmoid router with correction bias, shared expert, dense layers first",
+    refuses="FP8 files",
+    layouts=WITH_EXPERTS,
+)

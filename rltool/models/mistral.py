@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.models.base import Family
+from rltool.models.base import Family, FamilyDefinition
 from rltool.models.decoder import decoder, refuse
 
-ARCHITECTURES = ("MistralForCausalLM",)
 WINDOW = 4096
 """transformers' default where config.json does not name `sliding_window` at all; null means none."""
 
@@ -30,3 +29,11 @@ def build(config: dict[str, Any]) -> Family:
     refuse(config, hidden_act="silu", layer_types=None)
     check_window(config)
     return decoder(config)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("MistralForCausalLM",),
+    build=build,
+    opens="Mistral 7B",
+    refuses="a sliding window shorter than the context, windows by layer",
+)

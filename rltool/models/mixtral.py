@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import WITH_EXPERTS, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, require
 from rltool.models.experts import Names, Router, mixture_of_experts
 from rltool.models.mistral import check_window
 
-ARCHITECTURES = ("MixtralForCausalLM",)
 DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_experts_per_tok": 2, "num_local_experts": 8}
 """transformers' defaults, which config.json may leave out."""
 
@@ -29,3 +28,14 @@ def build(config: dict[str, Any]) -> Family:
         names=Names("block_sparse_moe", ("w1", "w3", "w2")),
     )
     return decoder(config, Variant(feed_forward=feed_forward))
+
+
+FAMILY = FamilyDefinition(
+    architectures=("MixtralForCausalLM",),
+    build=build,
+    opens="Mixtral 8x7B and 8x22B",
+    special="experts in every layer",
+    refuses="router jitter, a sliding window shorter than the context",
+    layouts=WITH_EXPERTS,
+    engines=("vllm", "sglang"),
+)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import WITH_EXPERTS, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, gated_mlp, refuse, refuse_sliding_window, require
 from rltool.models.experts import Router, Shared, dense_and_sparse, mixture_of_experts
 
-ARCHITECTURES = ("Qwen2MoeForCausalLM",)
 DEFAULTS = {
     "num_key_value_heads": 16,
     "num_experts": 60,
@@ -38,3 +37,13 @@ def build(config: dict[str, Any]) -> Family:
     if not all(has_experts):
         feed_forward = dense_and_sparse(gated_mlp(config), feed_forward, has_experts)
     return decoder(config, Variant(qkv_bias=True, feed_forward=feed_forward))
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Qwen2MoeForCausalLM",),
+    build=build,
+    opens="Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B",
+    special="biases on q, k and v, shared expert behind a gate, layers without experts",
+    refuses="sliding window in use",
+    layouts=WITH_EXPERTS,
+)

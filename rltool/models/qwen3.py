@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, refuse_sliding_window
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
 HEAD_DIM = 128
 """transformers' default where config.json names none; not hidden_size / heads."""
 
@@ -16,3 +15,12 @@ def build(config: dict[str, Any]) -> Family:
     refuse(config, hidden_act="silu", attention_bias=False)
     refuse_sliding_window(config)
     return decoder({"head_dim": HEAD_DIM, **config}, Variant(qk_norm=True))
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Qwen3ForCausalLM",),
+    build=build,
+    opens="Qwen3, dense",
+    special="norms of each head's query and key, own head size",
+    refuses="biases, sliding window in use",
+)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from rltool.models.base import Family
+from rltool.models.base import WITH_EXPERTS, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, refuse_sliding_window, require
 from rltool.models.experts import Router, mixture_of_experts
 
-ARCHITECTURES = ("Qwen3MoeForCausalLM",)
 DEFAULTS = {"num_experts_per_tok": 8, "num_experts": 128}
 """transformers' defaults, which config.json may leave out."""
 
@@ -32,3 +31,14 @@ def build(config: dict[str, Any]) -> Family:
         router=Router(top_k, normalize=bool(config.get("norm_topk_prob", False))),
     )
     return decoder(config, Variant(qk_norm=True, feed_forward=feed_forward))
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Qwen3MoeForCausalLM",),
+    build=build,
+    opens="Qwen3-30B-A3B, Qwen3-235B-A22B",
+    special="experts in every layer, their weights normalised or not",
+    refuses="layers without experts, sliding window in use",
+    layouts=WITH_EXPERTS,
+    engines=("vllm", "sglang"),
+)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from rltool.models import (
     mistral,
     mixtral,
     olmo,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -25,37 +28,59 @@ from rltool.models import (
     qwen3_moe,
     smollm3,
 )
-from rltool.models.base import Family
+from rltool.models.base import Family, FamilyDefinition
 
-_FAMILIES = (
-    deepseek_v3, gemma2, gemma3, glm4, glm4_moe, llama, mistral, mixtral, olmo,
-    phi3, qwen2, qwen2_moe, qwen3, qwen3_moe, smollm3,
+FAMILIES: tuple[FamilyDefinition, ...] = tuple(
+    module.FAMILY
+    for module in (
+        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
+        glm4_moe, deepseek_v3,
+    )
 )  # fmt: skip
-_BUILDERS = {architecture: module.build for module in _FAMILIES for architecture in module.ARCHITECTURES}
+_BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
 
 
 def supported_architectures() -> list[str]:
-    return sorted(_BUILDERS)
+    return sorted(_BY_ARCHITECTURE)
+
+
+def definition_for(hf_config: dict[str, Any]) -> tuple[str, FamilyDefinition]:
+    """(architecture, its family) of this config.json. UsageError for one that is not built, with the nearest that
+    is."""
+    architectures: Any = hf_config.get("architectures") or []
+    if not is_list(architectures) or not all(isinstance(name, str) for name in architectures):
+        raise UsageError(f"config.json: architectures = {architectures!r}, expected a list of names")
+    known = [name for name in architectures if name in _BY_ARCHITECTURE]
+    if known:
+        return known[0], _BY_ARCHITECTURE[known[0]]
+    near = nearest_architecture(architectures[0]) if architectures else None
+    hint = f"the nearest that is built is {near} ({_BY_ARCHITECTURE[near].opens}); " if near else ""
+    raise UsageError(
+        f"unsupported architecture in config.json: {', '.join(architectures) or 'none named'}; {hint}"
+        f"`rltool models` lists all. A family is about a screen of code: {HOW_TO_ADD}, describes how to add one"
+    )
+
+
+def nearest_architecture(name: str) -> str | None:
+    """The built one whose name is most like this one, if any is like it; what stands behind "For" is not compared."""
+    stems = {_stem(architecture): architecture for architecture in supported_architectures()}
+    near = difflib.get_close_matches(_stem(name), list(stems), n=1, cutoff=0.65)
+    return stems[near[0]] if near else None
+
+
+def _stem(architecture: str) -> str:
+    return re.split(r"For[A-Z]", architecture)[0].lower()
 
 
 def family_for(hf_config: dict[str, Any]) -> Family:
     """The model that this config.json describes. UsageError for an architecture or a feature that is not
     implemented."""
-    architectures: Any = hf_config.get("architectures") or []
-    if not is_list(architectures) or not all(isinstance(name, str) for name in architectures):
-        raise UsageError(f"config.json: architectures = {architectures!r}, expected a list of names")
-    known = [name for name in architectures if name in _BUILDERS]
-    if not known:
-        found = ", ".join(architectures) or "none named"
-        raise UsageError(
-            f"unsupported architecture in config.json: {found}; supported: {', '.join(supported_architectures())}. "
-            f"A family is about a screen of code: {HOW_TO_ADD}, describes how to add one"
-        )
+    architecture, definition = definition_for(hf_config)
     try:
-        return _BUILDERS[known[0]](hf_config)
+        return definition.build(hf_config)
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"config.json describes no {known[0]}: {type(error).__name__}: {error}") from error
+        raise UsageError(f"config.json describes no {architecture}: {type(error).__name__}: {error}") from error
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

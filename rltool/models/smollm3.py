@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.models.base import Family
+from rltool.models.base import Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, refuse_sliding_window, require
 
-ARCHITECTURES = ("SmolLM3ForCausalLM",)
 DEFAULTS = {
     "num_key_value_heads": 4,
     "no_rope_layer_interval": 4,
@@ -31,3 +30,12 @@ def build(config: dict[str, Any]) -> Family:
     if len(rotated) < layers:
         raise UsageError(f"config.json: no_rope_layers names {len(rotated)} layers, but num_hidden_layers is {layers}")
     return decoder(config, Variant(transformer={"no_rope_freq": [int(not x) for x in rotated[:layers]]}))
+
+
+FAMILY = FamilyDefinition(
+    architectures=("SmolLM3ForCausalLM",),
+    build=build,
+    opens="SmolLM3",
+    special="layers without positions",
+    refuses="biases, sliding window in use",
+)

@@ -10,6 +10,8 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.models.base import FamilyDefinition
+from rltool.models.registry import definition_for
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""
@@ -26,6 +28,9 @@ KINDS = (
 EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe")
 ZERO_CENTRED = ("gemma2", "gemma3")
 """Norms multiply by 1 + weight."""
+FEW = ("glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2")
+"""Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
+as well."""
 HEAD_DIM = 32
 """Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
@@ -135,6 +140,14 @@ def hf_config(kind: str, tied: bool, **sizes):
         tie_word_embeddings=tied,
     )
     return getattr(transformers, name)(**common | special | sizes)
+
+
+def definition_of(kind: str) -> FamilyDefinition:
+    """What the family's file says of itself."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    model_type = hf_config(kind, tied=False).model_type
+    return definition_for({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]})[1]
 
 
 def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):

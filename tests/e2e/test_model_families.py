@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from rltool.models.layout import check_layout
 from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,
+    FEW,
     KINDS,
     VOCAB,
+    definition_of,
     hf_config,
     hf_logprobs,
     hf_model,
@@ -74,12 +77,13 @@ def case_biases(place, path, batch, layout, dtype, rate):
         return {meta.name: tensor for meta, tensor in exported.items()}
 
 
-def layouts(kind: str) -> list[tuple[int, dict[str, int]]]:
-    """(ranks, layout). Megatron wants sequence parallelism for experts under tensor parallelism."""
-    tensor = {"tp": 2, "trainer": {"sequence_parallel": True}} if kind in EXPERTS else {"tp": 2}
-    experts = [(2, {"ep": 2})] if kind in EXPERTS else []
-    pipeline, context = ({"trainer": {"recompute": how}} for how in ("full", "selective"))
-    return [(1, {}), (2, tensor), (2, {"pp": 2} | pipeline), (2, {"cp": 2} | context), *experts]
+def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
+    sequence parallelism for experts under tensor parallelism."""
+    trainer = {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
+    if kind in EXPERTS:
+        trainer["tp"] = {"sequence_parallel": True}
+    return [(1, {}), *((2, {cut: 2, "trainer": trainer.get(cut, {})}) for cut in definition_of(kind).layouts)]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -88,10 +92,21 @@ def on_disk(path) -> dict[str, torch.Tensor]:
     return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+def few_layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    every = layouts(kind)
+    return [each for cut in ("pp", "tp") for each in every if cut in each[1]]
+
+
+CASES = [
+    *(pytest.param((kind, few_layouts(kind) if kind in FEW else layouts(kind)), id=kind) for kind in KINDS),
+    *(pytest.param((kind, layouts(kind)), id=f"{kind}-every-layout", marks=pytest.mark.long) for kind in FEW),
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def family(request, tmp_path_factory):
-    """(kind, directory, model, batch, log-probabilities, loss and gradient norm by transformers)."""
-    kind = request.param
+    """(layouts, directory, batch, log-probabilities, loss and gradient norm by transformers)."""
+    kind, every = request.param
     tied = kind in ("gemma3", "qwen3")
     path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)
     batch = policy_batch(LENGTHS)
@@ -100,13 +115,13 @@ def family(request, tmp_path_factory):
     loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return kind, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
+    return every, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
 
 
 def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
-    kind, path, batch, logprobs, loss, norm = family
+    every, path, batch, logprobs, loss, norm = family
     original = on_disk(path)
-    for world, layout in layouts(kind):
+    for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
         metrics = results[0][2]
         for exported, _, _ in results:
@@ -121,10 +136,10 @@ def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout
 
 
 def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
-    kind, path, *_ = family
+    layouts_of_it, path, *_ = family
     original = on_disk(path)
     # Context parallelism cuts no weights.
-    every = [(world, layout) for world, layout in layouts(kind) if "cp" not in layout]
+    every = [(world, layout) for world, layout in layouts_of_it if "cp" not in layout]
     for number, (world, saved) in enumerate(every[1:]):
         checkpoint = tmp_path / f"step_{number}"
         ranks.run(case_reload, world, path, checkpoint, saved, True)

@@ -234,8 +234,8 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
 
 def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
-        # All that is without vLLM first: it leaves process groups behind, and changes the classes in transformers of the
-        # families that it serves by these.
+        # All that is without vLLM first: it leaves process groups behind, and changes classes of transformers that it
+        # serves families by.
         cases = {kind: prepare(kind, Path(work) / kind) for kind in kinds}
         for kind, case in cases.items():
             started = time.monotonic()

@@ -9,7 +9,7 @@ import torch
 
 from rltool.errors import UsageError
 from rltool.models.base import EMBEDDING, HEAD, Interleaved, Parameter, ShapeMismatch, padded_vocabulary
-from rltool.models.registry import family_for, read_hf_config, supported_architectures
+from rltool.models.registry import FAMILIES, family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
 
 
@@ -91,13 +91,38 @@ def test_page_that_a_refusal_names_exists():
     assert "## Adding a model family" in page
 
 
-def test_unknown_architecture_is_refused_with_the_supported_ones_and_the_page():
+@pytest.mark.parametrize(
+    ("architecture", "nearest"),
+    [
+        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
+        ("MambaForCausalLM", None),
+        ("For", None),
+    ],
+)
+def test_unknown_architecture_is_refused_with_the_nearest_the_verb_and_the_page(architecture, nearest):
     with pytest.raises(UsageError) as caught:
-        family_for(hf_config("MambaForCausalLM"))
-    for said in ("MambaForCausalLM", *supported_architectures(), "docs/extending.md", "Adding a model family"):
+        family_for(hf_config(architecture))
+    for said in (architecture, "`rltool models`", "docs/extending.md", "Adding a model family"):
         assert said in str(caught.value)
+    assert ("nearest" in str(caught.value)) == (nearest is not None)
+    assert nearest is None or f"the nearest that is built is {nearest} (" in str(caught.value)
+
+
+def test_a_config_without_an_architecture_is_refused():
     with pytest.raises(UsageError, match="none named"):
         family_for({})
+
+
+def test_every_family_says_what_it_opens_and_whether_it_has_experts():
+    for family in FAMILIES:
+        assert family.opens and family.layouts and family.architectures
+        sizes = dict(moe_intermediate_size=8, num_experts=4, n_routed_experts=4, num_experts_per_tok=2, n_group=1)
+        for architecture in family.architectures:
+            built = family_for(hf_config(architecture, first_k_dense_replace=1, **sizes))
+            assert ("ep" in family.layouts) == (built.num_experts > 0), architecture
+    named = [architecture for family in FAMILIES for architecture in family.architectures]
+    assert sorted(named) == supported_architectures(), "none is built twice"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +232,7 @@ def test_what_small_families_leave_out_of_their_config_is_transformers_default()
     olmo = family("Olmo3ForCausalLM")
     assert olmo.attention.windows == (4096, 4096, 4096, None) * 2 and olmo.norms == "post"
     assert olmo.transformer["layernorm_epsilon"] == 1e-5
-    assert torch.equal(olmo.rotary.sliding.inverse_frequencies, inverse_frequencies(4, rope_settings({"rope_theta": 5e5})))
+    assert olmo.rotary.sliding.inverse_frequencies[1] == pytest.approx(5e5**-0.5)
     glm = family("Glm4ForCausalLM")
     assert glm.transformer["add_qkv_bias"] and glm.transformer["layernorm_epsilon"] == 1.5625e-7
     assert len(glm.rotary.inverse_frequencies) == 128 // 4 and glm.norms == "sandwich"

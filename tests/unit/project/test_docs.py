@@ -37,8 +37,10 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 
-GENERATED = ("docs/cli.md", "docs/configuration.md", "docs/rooms.md")
+GENERATED = ("docs/cli.md", "docs/configuration.md", "docs/models.md", "docs/rooms.md")
 MOST_WORDS = 40_000
+DEFAULTS = {"router": "start", "models": "show"}
+"""Of groups: what runs where no command of theirs is named."""
 
 
 @cache
@@ -78,14 +80,15 @@ def mentioned_commands() -> list[tuple[str, str]]:
 
 
 def leaf(words: list[str]):
-    """(command, its arguments) behind `rltool WORDS`; groups are descended into, `router` means `router start`."""
+    """(command, its arguments) behind `rltool WORDS`; groups are descended into, by their default where none is
+    named."""
     assert words[0] in VERBS, f"there is no verb {words[0]!r}"
     command, rest = load_command(words[0]), words[1:]
     if hasattr(command, "commands"):
         if rest and rest[0] in command.commands:
             return command.commands[rest[0]], rest[1:]
-        if words[0] == "router":
-            return command.commands["start"], rest
+        if words[0] in DEFAULTS:
+            return command.commands[DEFAULTS[words[0]]], rest
     return command, rest
 
 
@@ -370,10 +373,9 @@ def test_the_environment_of_the_docs_can_be_won():
     assert asyncio.run(play()) == (["hello", "Guess a number below 10.", "lower"], 1.0)
 
 
-@pytest.mark.parametrize("page", ["docs/troubleshooting.md", "docs/extending.md"])
-def test_every_architecture_that_is_built_is_named(page):
-    found = set(re.findall(r"`(\w+ForCausalLM)`", PAGES[page]))
-    assert found == set(supported_architectures())
+def test_the_page_of_models_is_up_to_date_and_names_every_architecture():
+    assert PAGES["docs/models.md"] == generator().models_page(), "run: python docs/generate.py models"
+    assert set(re.findall(r"`(\w+ForCausalLM)`", PAGES["docs/models.md"])) == set(supported_architectures())
 
 
 def test_the_page_of_rooms_is_up_to_date_and_every_room_says_what_it_is():
