@@ -8,6 +8,8 @@
 PYTHON ?= python3
 RLTOOL_TORCH_INDEX ?=
 export PYTHON RLTOOL_TORCH_INDEX
+# Tests start hundreds of processes, each of which would compile rltool again.
+export PYTHONDONTWRITEBYTECODE =
 
 ARGS ?=
 PYTHON312 ?= python3.12
@@ -55,7 +57,8 @@ wheel: venv
 	.venv/bin/python -m pytest -m long tests/e2e/test_wheel.py $(ARGS)
 
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, bf16 layouts over four ranks.
-# It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py).
+# It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py), also where it is cut off:
+# ARGS="--long-resume" then goes on without what has passed at this commit, ARGS="--long-resume FILE" with one file of it.
 # NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
 test-long: venv venv-sglang

@@ -5,9 +5,9 @@
 Prints one line of JSON. Lengths are log-normal with a long tail, as those of reasoning samples are. --layout padded
 gives the same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every
 sample of a micro-batch padded to its longest, and as many of them as then fit. MFU (model FLOPs utilisation) counts
-6 x parameters x tokens and causal attention, of real tokens only and without what is computed again, against
---peak-tflops; of the forward pass for log-probabilities a third of that. Every token but the first of a sample has a
-loss, so no shortcut over prompts helps.
+6 x tokens x weights that a token is multiplied with, and causal attention, of real tokens only and without what is
+computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. Every token but the
+first of a sample has a loss, so no shortcut over prompts helps.
 """
 
 from __future__ import annotations
@@ -258,7 +258,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "attention": kernel_name(trainer) if cuda else "padded",
             "experts": expert_products(trainer),
             "threads": torch.get_num_threads(),
-            "parameters": trainer.family.cost().parameters,
+            "products": trainer.family.cost().products,
             "samples": samples,
             "real_tokens": real_tokens,
             "computed_tokens": sum(len(micro.tokens) for rank in everyone for micro in rank),

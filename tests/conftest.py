@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.long_report import LongReport
+from tests.long_report import FailuresAtOnce, LongReport
 from tests.tiny_models import write_tiny_qwen2
 
 pytest_plugins = ["pytester"]
@@ -18,6 +18,7 @@ pytest_plugins = ["pytester"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-report", type=Path, help="tests/long_report.py: the JSON file that it leaves")
+    parser.addoption("--long-resume", action="store_true", help="without what has passed there, at the same commit")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -31,9 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+    if hasattr(config, "workerinput"):
+        return
     file = config.getoption("--long-report")
-    if file is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(LongReport(file, config.rootpath))
+    if file is not None:
+        config.pluginmanager.register(LongReport(file, config.rootpath, resume=config.getoption("--long-resume")))
+    config.pluginmanager.register(FailuresAtOnce(config))
 
 
 @pytest.hookimpl(optionalhook=True)

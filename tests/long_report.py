@@ -1,11 +1,16 @@
-"""What `make test-long` leaves: one JSON file and a table of all tests of one run, at one commit.
+"""What `make test-long` leaves: one JSON file, and the same as a table in Markdown beside it.
 
-    {"commit": "...", "changed": false, "host": "...", "python": "3.11.7", "cores": 2,
-     "began": "2026-01-31T01:00:00+00:00", "seconds": 7200.0, "totals": {"passed": 90},
-     "tests": [{"id": "...", "outcome": "passed", "seconds": 61.2}]}
+tests/conftest.py registers it under `--long-report FILE`, and FailuresAtOnce always. With `--long-resume` a run goes on
+where an earlier one of the same commit was cut off, or was given other files. The file:
 
-`changed`: the working tree was not the commit's. `seconds` of a test has its fixtures in it. outcome: passed, failed,
-error (in a fixture), skipped, xfailed, xpassed.
+commit, changed  the commit that was tested, and whether the working tree differed from it
+host, python, cores
+began, seconds   UTC, and how long its runs took together
+running          the test that a run was cut off in, or null
+totals           outcome -> number of tests
+tests            each with id, outcome (passed, failed, error, skipped, xfailed or xpassed) and seconds, set-up and
+                 teardown included
+not_run          ids of those that were chosen and have no outcome
 """
 
 from __future__ import annotations
@@ -21,14 +26,44 @@ from pathlib import Path
 
 import pytest
 
+DONE = ("passed", "xfailed")
+
 
 class LongReport:
     """Written after every test, so that a run that is cut off has left what it found."""
 
-    def __init__(self, file: Path, root: Path) -> None:
+    def __init__(self, file: Path, root: Path, *, resume: bool = False) -> None:
         self.file, self.root = file, root
-        self.began, self._clock = datetime.now(UTC), time.monotonic()
+        self.began, self._clock = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
+        self.commit, self.changed = _git(root, "rev-parse", "HEAD"), bool(_git(root, "status", "--porcelain"))
         self.tests: dict[str, dict[str, str | float]] = {}
+        self.chosen: dict[str, None] = {}
+        self.running: str | None = None
+        self._before = 0.0
+        if resume:
+            self._resume()
+
+    def _resume(self) -> None:
+        found = json.loads(self.file.read_text()) if self.file.exists() else {}
+        if self.changed or found.get("changed") or found.get("commit") != self.commit or not self.commit:
+            return  # what passed then says nothing of this tree
+        self.began, self._before = found["began"], found["seconds"]
+        self.tests = {test["id"]: test for test in found["tests"]}
+        self.chosen = dict.fromkeys([*self.tests, *found["not_run"]])
+
+    @pytest.hookimpl(trylast=True)  # -m and -k have chosen
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        self.chosen |= dict.fromkeys(item.nodeid for item in items)
+        done = [item for item in items if self.tests.get(item.nodeid, {}).get("outcome") in DONE]
+        if done:
+            config.hook.pytest_deselected(items=done)
+            items[:] = [item for item in items if item not in done]
+        self.write()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.tests.pop(nodeid, None)
+        self.running = nodeid
+        self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = self.tests.setdefault(report.nodeid, {"id": report.nodeid, "outcome": "passed", "seconds": 0.0})
@@ -37,25 +72,52 @@ class LongReport:
         if outcome != "passed" and found["outcome"] != "failed":
             found["outcome"] = outcome
         if report.when == "teardown":
+            self.running = None
             self.write()
 
     def as_json(self) -> dict:
-        tests = list(self.tests.values())
+        tests = [test for test in self.tests.values() if test["id"] != self.running]
+        done = {test["id"] for test in tests}
         return {
-            "commit": _git(self.root, "rev-parse", "HEAD"), "changed": bool(_git(self.root, "status", "--porcelain")),
-            "host": platform.node(), "python": platform.python_version(), "cores": os.cpu_count(),
-            "began": self.began.isoformat(timespec="seconds"), "seconds": round(time.monotonic() - self._clock, 1),
+            "commit": self.commit, "changed": self.changed, "host": platform.node(),
+            "python": platform.python_version(), "cores": os.cpu_count(), "began": self.began,
+            "seconds": round(self._before + time.monotonic() - self._clock, 1), "running": self.running,
             "totals": dict(Counter(str(test["outcome"]) for test in tests)), "tests": tests,
+            "not_run": [name for name in self.chosen if name not in done],
         }  # fmt: skip
 
     def write(self) -> None:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        self.file.write_text(json.dumps(self.as_json(), indent=1) + "\n")
-        self.file.with_suffix(".md").write_text(table(self.as_json()))
+        found = self.as_json()
+        for file, text in (
+            (self.file, json.dumps(found, indent=1) + "\n"),
+            (self.file.with_suffix(".md"), table(found)),
+        ):
+            whole = file.with_name(f".{file.name}.new")  # one that is cut off here leaves the one before
+            whole.write_text(text)
+            whole.replace(file)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.write()
         terminalreporter.write_line(table(self.as_json()))
+
+
+class FailuresAtOnce:
+    """Names a test as soon as it has failed; pytest itself does at its end. `-v` names all."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)  # behind its letter
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        reporter = self.config.pluginmanager.get_plugin("terminalreporter")
+        if report.failed and reporter is not None and reporter.verbosity <= 0:
+            reporter.ensure_newline()
+            writer = self.config.get_terminal_writer()
+            if writer.width_of_current_line:  # letters of xdist's, which that knows nothing of
+                writer.line()
+            reporter.write_line(f"{'failed' if report.when == 'call' else 'error'}: {report.nodeid}")
+            reporter.flush()
 
 
 def outcome_of(report: pytest.TestReport) -> str:
@@ -69,21 +131,23 @@ def table(found: dict) -> str:
     """Markdown: what ran where, a row for each file, and the tests that did not pass."""
     files: dict[str, Counter[str]] = {}
     seconds: Counter[str] = Counter()
-    for test in found["tests"]:
+    for test in [*found["tests"], *({"id": name, "outcome": "not run", "seconds": 0} for name in found["not_run"])]:
         name = test["id"].partition("::")[0]
         files.setdefault(name, Counter())[test["outcome"]] += 1
         seconds[name] += test["seconds"]
-    totals = ", ".join(f"{count} {outcome}" for outcome, count in sorted(found["totals"].items()))
+    totals = [f"{count} {outcome}" for outcome, count in sorted(found["totals"].items())]
+    totals += [f"{len(found['not_run'])} not run"] if found["not_run"] else []
     lines = [
         f"commit {found['commit']}{' and changes' if found['changed'] else ''}, {found['began']}, {found['cores']} "
-        f"cores, Python {found['python']}: {totals} in {found['seconds'] / 60:.0f} minutes", "",
+        f"cores, Python {found['python']}: {', '.join(totals)} in {found['seconds'] / 60:.0f} minutes", "",
         "| file | result | seconds |", "|---|---|---|",
     ]  # fmt: skip
     for name, outcomes in files.items():
         said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.items()))
         lines.append(f"| {name} | {said} | {seconds[name]:.0f} |")
-    others = [test for test in found["tests"] if test["outcome"] not in ("passed", "xfailed")]
+    others = [test for test in found["tests"] if test["outcome"] not in DONE]
     lines += ["", *(f"- {test['outcome']}: {test['id']}" for test in others)]
+    lines += [f"- cut off in {found['running']}"] if found["running"] else []
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -65,11 +65,11 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
 
     # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    # Capped scores, which "sdpa" leaves uncapped without a word, are in "eager" alone.
-    attention = "sdpa" if family.attention.softcap is None else "eager"
+    # transformers' "sdpa" refuses sinks, and leaves scores uncapped without a word.
+    attend = "eager" if family.attention.sinks or family.attention.softcap is not None else "sdpa"
     with _parameters_without_memory():
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            config, dtype=torch.float32, attn_implementation=attend, trust_remote_code=False
         ).eval()
     owners = {module: name for name, module in model.named_modules()}
 

@@ -7,6 +7,7 @@ is cut over tensor-parallel ranks, and both ways back.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -76,6 +77,9 @@ class Parameter:
         each is a tensor of its own
     interleaved: of each part; empty: none is
     keeps_fp32: it is fp32 whatever the model's dtype, here and in a checkpoint
+    experts: its HF tensor is one for so many experts, along a first dimension of its own, and this is the part of
+        expert `expert`; 0: it is this parameter's alone
+    transposed: HF's matrix is [inputs, outputs]
     """
 
     name: str
@@ -90,6 +94,13 @@ class Parameter:
     parts: tuple[int, ...] = ()
     interleaved: tuple[Interleaved | None, ...] = ()
     keeps_fp32: bool = False
+    experts: int = 0
+    transposed: bool = False
+
+    @property
+    def ends_tensors(self) -> bool:
+        """Whether its HF tensors are complete with it: those of all experts are with the last one's part."""
+        return not self.experts or self.expert == self.experts - 1
 
     @property
     def blocks(self) -> int:
@@ -98,7 +109,7 @@ class Parameter:
     @property
     def split_copies(self) -> bool:
         """Whether `split` returns copies, in place of views."""
-        return self.merge_as == "qkv" or bool(self.interleaved)
+        return self.merge_as == "qkv" or bool(self.interleaved) or self.transposed
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
         """Of this parameter in a model of that dtype."""
@@ -107,12 +118,21 @@ class Parameter:
     @property
     def merged_shape(self) -> tuple[int, ...]:
         """Of the unsharded, unpadded Megatron tensor."""
-        return (sum(shape[0] for _, shape in self.hf), *self.hf[0][1][1:])
+        shapes = [shape[::-1] if self.transposed else shape for shape in self.own_shapes]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def own_shapes(self) -> list[tuple[int, ...]]:
+        """Of its part of each HF tensor, which is all of it unless that is one of all `experts`."""
+        return [shape[1:] if self.experts else shape for _, shape in self.hf]
 
     def merge(self, tensors: list[Tensor]) -> Tensor:
-        """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
-        for (name, shape), tensor in zip(self.hf, tensors, strict=True):
+        """HF tensors in the order of `hf`, of one of all `experts` its own part -> the unsharded, unpadded Megatron
+        tensor. Raises ShapeMismatch."""
+        for (name, _), shape, tensor in zip(self.hf, self.own_shapes, tensors, strict=True):
             check_shape(name, tuple(tensor.shape), shape)
+        if self.transposed:
+            tensors = [tensor.t().contiguous() for tensor in tensors]
         parts = list(torch.split(tensors[0], list(self.parts))) if self.parts and self.merge_as == "qkv" else tensors
         if self.interleaved:
             parts = [x if i is None else i.halves(x) for x, i in zip(parts, self.interleaved, strict=True)]
@@ -131,7 +151,8 @@ class Parameter:
             parts = [part.reshape(-1, *tensor.shape[1:]) for part in torch.split(grouped, sizes, dim=1)]
         if self.interleaved:
             parts = [x if i is None else i.neighbours(x) for x, i in zip(parts, self.interleaved, strict=True)]
-        return parts if len(parts) == len(self.hf) else [torch.cat(parts)]
+        parts = parts if len(parts) == len(self.hf) else [torch.cat(parts)]
+        return [part.t().contiguous() for part in parts] if self.transposed else parts
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds,
@@ -218,12 +239,15 @@ class Attention:
     norm_whole: the norm of queries (and that of keys) is over all heads together, in place of each head's
     softcap: scores are softcap * tanh(score / softcap)
     latent: in the place of grouped queries
+    sinks: each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing
+    to the output (gpt-oss; StreamingLLM's sink without a token, Xiao et al. 2023, arXiv 2309.17453, section 3.3)
     """
 
     windows: tuple[int | None, ...] = ()
     norm_whole: bool = False
     softcap: float | None = None
     latent: Latent | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,24 +304,28 @@ class Family:
         return [bool(x) for x in self.transformer.get("moe_layer_freq") or [self.num_experts] * self.num_layers]
 
     def cost(self) -> ModelCost:
-        """What training on a token costs. The embedding's table counts once: as the head's product where it is tied."""
-        parameters = 0
+        """What training on a token costs."""
+        products = 0
         for parameter in self.parameters:
-            if parameter.keeps_fp32:  # a router's bias, which is no product
+            table = parameter.name == EMBEDDING and not self.tied_embeddings
+            if table or len(parameter.merged_shape) < 2 or not parameter.name.endswith("weight"):
                 continue
-            size = sum(math.prod(shape) for _, shape in parameter.hf)
+            size = math.prod(parameter.merged_shape)
             # Of the experts a token meets the chosen ones; which these are does not matter for the sum.
             if parameter.expert is not None:
                 size = size * self.transformer["moe_router_topk"] // self.num_experts
-            parameters += size
+            products += size
         latent, head = self.attention.latent, self.transformer["kv_channels"]
         # Queries x keys, and weights x values: they may differ in size.
         sizes = 2 * head if latent is None else latent.head + latent.value
-        return ModelCost(parameters, self.num_layers * self.transformer["num_attention_heads"] * sizes // 2)
+        width = self.transformer["num_attention_heads"] * sizes // 2
+        windows = Counter(window for window in self.attention.windows if window is not None)
+        full = self.num_layers - windows.total()
+        return ModelCost(products, full * width, tuple((size, count * width) for size, count in windows.items()))
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""
-        return [tensor for parameter in self.parameters for tensor in parameter.hf]
+        return [tensor for parameter in self.parameters if parameter.ends_tensors for tensor in parameter.hf]
 
 
 Cut = Literal["tp", "pp", "cp", "ep"]

@@ -9,21 +9,33 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelCost:
-    """What a token costs. parameters: those that it meets (of the experts, the chosen ones); attention_width: sum over
-    layers of attention heads x head dimension."""
+    """What a token costs.
 
-    parameters: int
+    products: weights that it is multiplied with: of the experts the chosen ones, the output head also where it is tied,
+        and not the table of embeddings, norms and biases
+    attention_width: sum over layers of attention heads x head dimension, of the layers that see all before a token
+    windows: (tokens that a token sees, the same sum over the layers with that sliding window) for each size of one
+    """
+
+    products: int
     attention_width: int
+    windows: tuple[tuple[int, int], ...] = ()
 
     def training_flops(self, length: int) -> int:
-        """Forward and backward of one sequence: 6 per parameter and token, and of causal attention 6 per unit of width
-        and pair of a token with itself or one before it, twice (queries x keys, weights x values), which is
-        6 n (n + 1).
+        """Forward and backward of one sequence: 6 per product and token, and of causal attention 6 per unit of width
+        and pair of a token with itself or one before it, twice (queries x keys, weights x values).
 
         Recomputed activations are not counted: this is the model's work, not the machine's (Chowdhery et al. 2022,
         appendix B).
         """
-        return 6 * self.parameters * length + 6 * self.attention_width * length * (length + 1)
+        pairs = sum(width * seen_pairs(length, window) for window, width in self.windows)
+        return 6 * self.products * length + 12 * (self.attention_width * seen_pairs(length) + pairs)
 
     def batch_flops(self, lengths: Iterable[int]) -> int:
         return sum(self.training_flops(length) for length in lengths)
+
+
+def seen_pairs(length: int, window: int | None = None) -> int:
+    """How many pairs of a token and one that it sees, itself included, a sequence has."""
+    seen = length if window is None else min(window, length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen

@@ -16,6 +16,7 @@ from rltool.models import (
     gemma3,
     glm4,
     glm4_moe,
+    gpt_oss,
     llama,
     mistral,
     mixtral,
@@ -34,7 +35,7 @@ FAMILIES: tuple[FamilyDefinition, ...] = tuple(
     module.FAMILY
     for module in (
         llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
-        glm4_moe, deepseek_v3,
+        glm4_moe, deepseek_v3, gpt_oss,
     )
 )  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}

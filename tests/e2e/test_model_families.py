@@ -19,7 +19,6 @@ from tests.e2e.megatron_models import (
     EXPERTS,
     FEW,
     KINDS,
-    VOCAB,
     definition_of,
     hf_config,
     hf_logprobs,
@@ -80,10 +79,24 @@ def case_biases(place, path, batch, layout, dtype, rate):
 def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
     """(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
     sequence parallelism for experts under tensor parallelism."""
-    trainer = {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
-    if kind in EXPERTS:
-        trainer["tp"] = {"sequence_parallel": True}
-    return [(1, {}), *((2, {cut: 2, "trainer": trainer.get(cut, {})}) for cut in definition_of(kind).layouts)]
+    more = {"tp": {"sequence_parallel": True} if kind in EXPERTS else {}}
+    more |= {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
+    return [(1, {}), *((2, {cut: 2, "trainer": more.get(cut, {})}) for cut in definition_of(kind).layouts)]
+
+
+def usual_layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """Of `layouts`, those that a change must pass."""
+    every = layouts(kind)
+    return [each for cut in ("pp", "tp") for each in every if cut in each[1]] if kind in FEW else every
+
+
+def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """Each of `layouts` without recomputation and with either."""
+    return [
+        (world, {**layout, "trainer": {**layout.get("trainer", {}), "recompute": recompute}})
+        for world, layout in layouts(kind)
+        for recompute in ("none", "selective", "full")
+    ]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -92,22 +105,11 @@ def on_disk(path) -> dict[str, torch.Tensor]:
     return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def few_layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    every = layouts(kind)
-    return [each for cut in ("pp", "tp") for each in every if cut in each[1]]
-
-
-CASES = [
-    *(pytest.param((kind, few_layouts(kind) if kind in FEW else layouts(kind)), id=kind) for kind in KINDS),
-    *(pytest.param((kind, layouts(kind)), id=f"{kind}-every-layout", marks=pytest.mark.long) for kind in FEW),
-]
-
-
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory):
-    """(layouts, directory, batch, log-probabilities, loss and gradient norm by transformers)."""
-    kind, every = request.param
-    tied = kind in ("gemma3", "qwen3")
+    """(kind, directory, batch, log-probabilities, loss and gradient norm by transformers)."""
+    kind = request.param
+    tied = kind in ("gemma2", "gemma3", "qwen3", "smollm3")
     path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)
     batch = policy_batch(LENGTHS)
     logprobs = torch.cat([hf_logprobs(model, t, 1.0) for t in batch.tokens.split(batch.lengths.tolist())])
@@ -115,11 +117,20 @@ def family(request, tmp_path_factory):
     loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return every, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
+    return kind, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
 
 
 def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
-    every, path, batch, logprobs, loss, norm = family
+    compare_with_transformers(ranks, family, usual_layouts(family[0]))
+
+
+@pytest.mark.long
+def test_they_are_with_and_without_recomputation_in_each_layout(ranks, family):
+    compare_with_transformers(ranks, family, every_layout(family[0]))
+
+
+def compare_with_transformers(ranks, family, every):
+    _, path, batch, logprobs, loss, norm = family
     original = on_disk(path)
     for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
@@ -135,41 +146,52 @@ def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
 
 
+def test_checkpoint_of_one_layout_loads_in_another_bit_by_bit(ranks, family, tmp_path):
+    load_in_others(ranks, family, tmp_path, usual_layouts(family[0]), others=1)
+
+
+@pytest.mark.long
 def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
-    layouts_of_it, path, *_ = family
+    load_in_others(ranks, family, tmp_path, layouts(family[0]), others=3)
+
+
+def load_in_others(ranks, family, tmp_path, every, others):
+    """others: how many of the layouts behind the one that saved, the first again behind the last."""
+    path = family[1]
     original = on_disk(path)
     # Context parallelism cuts no weights.
-    every = [(world, layout) for world, layout in layouts_of_it if "cp" not in layout]
-    for number, (world, saved) in enumerate(every[1:]):
+    every = [(world, layout) for world, layout in every if "cp" not in layout]
+    for number, (world, saved) in enumerate(every[1:], 1):
         checkpoint = tmp_path / f"step_{number}"
         ranks.run(case_reload, world, path, checkpoint, saved, True)
         converted = tmp_path / f"hf_{number}"
         torch_dist_to_hf(checkpoint, converted, verify=False)
         assert all(torch.equal(on_disk(converted)[name], tensor) for name, tensor in original.items()), f"{saved} -> hf"
-        for other, layout in every:
-            if layout == saved:
-                continue
+        behind = [every[(number + i) % len(every)] for i in range(1, min(others, len(every) - 1) + 1)]
+        for other, layout in behind:
             found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_models_cost_is_what_torch_counts(tmp_path, kind):
-    model, tokens = hf_model(kind, tied=False), torch.arange(13)[None]
-    hf_config(kind, tied=False).save_pretrained(tmp_path)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_cost_is_what_torch_counts_forward_and_backward(tmp_path, kind, tied):
+    model, tokens = hf_model(kind, tied), torch.arange(13)[None]
+    hf_config(kind, tied).save_pretrained(tmp_path)
     family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
     # Torch counts plain products alone.
     model.set_attn_implementation("eager")
     if kind in EXPERTS:
         model.set_experts_implementation("eager")
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
-        model(tokens)
+    with FlopCounterMode(display=False) as counted:
+        model(tokens).logits.sum().backward()
     cost, n = family.cost(), tokens.numel()
-    # Of the parameters those that are no product: the embedding, norms and biases.
-    sizes = [shape for parameter in family.parameters if not parameter.keeps_fp32 for _, shape in parameter.hf]
-    others = sum(torch.Size(shape).numel() for shape in sizes if len(shape) == 1) + VOCAB * 64
-    # Torch counts attention without its causal mask.
-    assert counted.get_total_flops() == 2 * n * (cost.parameters - others) + 4 * cost.attention_width * n * n
+    # Torch counts attention without its masks.
+    width = cost.attention_width + sum(width for _, width in cost.windows)
+    assert counted.get_total_flops() == 6 * n * cost.products + 12 * width * n * n
+    windows = [window for window in family.attention.windows if window]
+    assert len(cost.windows) == len(set(windows))
+    assert sum(width for _, width in cost.windows) * family.num_layers == width * len(windows)
 
 
 @pytest.mark.parametrize("layout", [{}, {"pp": 2}, {"ep": 2}], ids=str)

@@ -17,7 +17,7 @@ from rltool.engines.dialects.head_dtype import head_dtype_flags
 from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
-from rltool.engines.plugin.idle import BUSY_LOOP_VARIABLE
+from rltool.engines.plugin.cpu import BUSY_LOOP_VARIABLE, FORK_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.types import json_object
 
@@ -143,7 +143,7 @@ class VllmLaunching(Launches):
                 # of g++ in the first request of a machine, 2 s in that of each engine.
                 "TORCHDYNAMO_DISABLE": "1",
             }
-            environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS}
+            environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS, FORK_VARIABLE: "1"}
         else:
             environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment

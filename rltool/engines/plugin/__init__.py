@@ -5,7 +5,7 @@ and must change nothing unless the backend "rltool" or the middleware is asked f
 environment sets it.
 """
 
-from rltool.engines.plugin.idle import limit_busy_loop
+from rltool.engines.plugin.cpu import fork_engine_processes, limit_busy_loop
 from rltool.engines.plugin.outputs import hold_outputs
 from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
 
@@ -13,8 +13,8 @@ BACKEND = "rltool"
 
 
 def register() -> None:
-    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop, hold_outputs and
-    reset_hashed_blocks.
+    """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop,
+    fork_engine_processes, hold_outputs and reset_hashed_blocks.
 
     Idempotent; imports no receiver yet."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -22,5 +22,6 @@ def register() -> None:
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "rltool.engines.plugin.receiver", "WeightReceiver")
     limit_busy_loop()
+    fork_engine_processes()
     hold_outputs()
     reset_hashed_blocks()

@@ -24,6 +24,7 @@ from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
+from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
@@ -101,7 +102,13 @@ def check_model(config: TrainConfig) -> None:
     """The model is there, and the trainer can build it and cut it: an unknown architecture is refused by name."""
     check_model_directory(config.model.path)
     trainer = config.trainer
-    family = family_for(read_hf_config(config.model.path))
+    hf_config = read_hf_config(config.model.path)
+    family = family_for(hf_config)
+    if config.needs_engines and config.engines.mode != "external" and is_mxfp4(hf_config):
+        raise UsageError(
+            f"model.path: {config.model.path} is in MXFP4, and engines that serve it take no bfloat16 weights; "
+            f"{AS_BFLOAT16}"
+        )
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
     if config.algorithm.routing_replay:
         routing_of(family)

@@ -1,6 +1,7 @@
 import random
 
 import pytest
+import torch
 
 from rltool.algorithms.schedule import plan_micro_batches, split_for_optimizer_steps
 from rltool.errors import UsageError
@@ -37,7 +38,7 @@ def test_ranks_get_near_equal_tokens():
 
 
 def test_costs_are_balanced_in_place_of_tokens_and_packing_stays_within_them():
-    cost = ModelCost(parameters=0, attention_width=1)
+    cost = ModelCost(products=0, attention_width=1)
     lengths = [1000] + [100] * 10
     costs = [cost.training_flops(length) for length in lengths]
     plan = plan_micro_batches(lengths, max_tokens=1000, data_parallel=2, costs=costs)
@@ -56,10 +57,11 @@ def test_costs_are_balanced_in_place_of_tokens_and_packing_stays_within_them():
     assert [sum(1 for micro in rank for _ in micro) for rank in by_cost] == [1, 15]
 
 
-def test_training_flops_are_six_per_parameter_and_of_causal_attention_only_the_pairs_that_exist():
-    cost = ModelCost(parameters=1000, attention_width=64)
-    pairs = sum(t + 1 for t in range(7))
-    assert cost.training_flops(7) == 6 * 1000 * 7 + 3 * 4 * 64 * pairs
+def test_training_flops_are_six_per_product_and_of_attention_only_the_pairs_that_are_seen():
+    cost = ModelCost(products=1000, attention_width=64, windows=((3, 16), (9, 4)))
+    seen = torch.ones(7, 7).tril()
+    full, windowed = int(seen.sum()), int((seen - seen.tril(-3)).sum())
+    assert cost.training_flops(7) == 6 * 1000 * 7 + 3 * 4 * ((64 + 4) * full + 16 * windowed)
     assert cost.batch_flops([7, 7]) == 2 * cost.training_flops(7)
 
 

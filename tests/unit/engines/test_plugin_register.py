@@ -1,5 +1,7 @@
 """What vLLM loads into every process of every server must be cheap, repeatable and without effect until asked for."""
 
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -8,7 +10,7 @@ import types
 import pytest
 
 from rltool.engines import plugin
-from rltool.engines.plugin import idle
+from rltool.engines.plugin import cpu
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 
 
@@ -79,17 +81,76 @@ def condition(monkeypatch):
 @pytest.mark.parametrize(("quiet", "naps"), [(0.0, False), (0.5, True), (2.0, False)])
 def test_a_reader_naps_between_polling_and_the_socket(condition, monkeypatch, quiet, naps):
     slept = []
-    monkeypatch.setattr(idle.time, "sleep", slept.append)
+    monkeypatch.setattr(cpu.time, "sleep", slept.append)
     for _ in range(2):  # vLLM loads plugins more than once in a process
-        idle.limit_busy_loop({idle.BUSY_LOOP_VARIABLE: "0.1"})
+        cpu.limit_busy_loop({cpu.BUSY_LOOP_VARIABLE: "0.1"})
     reader = condition(quiet)
     reader.wait(timeout_ms=7)
-    assert slept == ([idle.NAP_SECONDS] if naps else []) and reader.asked == ([] if naps else [7])
+    assert slept == ([cpu.NAP_SECONDS] if naps else []) and reader.asked == ([] if naps else [7])
 
 
 def test_without_the_variable_readers_are_left_alone(condition):
-    idle.limit_busy_loop({})
+    cpu.limit_busy_loop({})
     assert condition.wait is Condition.wait
+
+
+@pytest.fixture
+def system_utils(monkeypatch):
+    """What the plugin looks for in vllm.utils.system_utils: a method that the platform has set, and what may override
+    it."""
+    module = types.ModuleType("vllm.utils.system_utils")
+    module._maybe_force_spawn = lambda: None
+    for name in ("vllm", "vllm.utils"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    sys.modules["vllm.utils"].system_utils = module
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    monkeypatch.setattr(cpu.os, "register_at_fork", lambda **hooks: registered.append(hooks))
+    module.registered = registered = []
+    return module
+
+
+def test_engine_processes_are_forked_where_the_variable_says_so(system_utils):
+    for _ in range(2):
+        cpu.fork_engine_processes({cpu.FORK_VARIABLE: "1"})
+    system_utils._maybe_force_spawn()
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert system_utils.registered == [{"after_in_child": cpu.leave_servers_to_the_parent}]
+
+
+def test_without_the_variable_they_are_started_as_vllm_likes(system_utils):
+    before = system_utils._maybe_force_spawn
+    cpu.fork_engine_processes({})
+    assert system_utils._maybe_force_spawn is before and system_utils.registered == []
+
+
+SERVER = """
+import os, socket
+from rltool.engines.plugin.cpu import leave_servers_to_the_parent
+os.register_at_fork(after_in_child=leave_servers_to_the_parent)
+server = socket.create_server(("127.0.0.1", 0))
+left, right = socket.socketpair()
+if os.fork() == 0:
+    left.send(b"connected sockets stay")
+    left.recv(1)
+    server.close()  # as the interpreter's end does
+    os._exit(0)
+print(server.getsockname()[1], right.recv(100).decode(), flush=True)
+server.close()
+input()
+right.send(b".")
+os.wait()
+"""
+
+
+def test_a_forked_process_does_not_keep_its_parents_port():
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdin=-1, stdout=-1, text=True) as process:
+        port, _, said = process.stdout.readline().strip().partition(" ")
+        assert said == "connected sockets stay"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", int(port)), timeout=10)
+        process.communicate("\n")
+    assert process.returncode == 0
 
 
 class Receiver:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+
+import pytest
 
 from tests.long_report import LongReport
 
@@ -40,3 +43,98 @@ def test_every_outcome_is_in_the_file_and_what_did_not_pass_is_named_in_the_tabl
         "- failed: test_some.py::test_bad", "- error: test_some.py::test_error",
         "- skipped: test_some.py::test_skipped",
     ]  # fmt: skip
+
+
+@pytest.fixture
+def commit(pytester):
+    """Commits what is in the directory of the tests."""
+
+    def run(*words: str) -> None:
+        who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *who, *words], cwd=pytester.path, check=True, capture_output=True)
+
+    def commit() -> None:
+        run("init")
+        (pytester.path / ".gitignore").write_text("__pycache__\nrunpytest-*\n")
+        run("add", "-A")
+        run("commit", "--allow-empty", "-m", "tests")
+
+    return commit
+
+
+def outcomes(report: LongReport) -> dict[str, str]:
+    return {test["id"].partition("::")[2]: test["outcome"] for test in json.loads(report.file.read_text())["tests"]}
+
+
+def begun(pytester, tmp_path, *words: str, resume: bool = True) -> LongReport:
+    report = LongReport(tmp_path / "long.json", pytester.path, resume=resume)
+    pytester.inline_run("-p", "no:cacheprovider", *words, plugins=[report])
+    return report
+
+
+CUT_OFF = """
+import os, pathlib
+def test_a(): pass
+def test_b(): assert False
+def test_c():
+    with pathlib.Path(os.environ["MADE"]).open("a+") as file:
+        file.write("x")
+        file.flush()
+        file.seek(0)
+        if file.read() == "x":
+            os._exit(9)
+def test_d(): pass
+"""
+
+
+def test_a_run_that_is_cut_off_is_resumed_without_what_passed(pytester, tmp_path, commit, monkeypatch):
+    made = tmp_path / "made"
+    pytester.makeconftest(
+        "from pathlib import Path\nfrom tests.long_report import LongReport\ndef pytest_configure(config):\n"
+        f"    config.pluginmanager.register(LongReport(Path({str(tmp_path / 'long.json')!r}), config.rootpath))\n"
+    )
+    pytester.makepyfile(test_some=CUT_OFF)
+    commit()
+    monkeypatch.setenv("MADE", str(made))
+    assert pytester.runpytest_subprocess("-p", "no:cacheprovider").ret == 9
+    report = LongReport(tmp_path / "long.json", pytester.path)
+    assert outcomes(report) == {"test_a": "passed", "test_b": "failed"}
+    found = json.loads(report.file.read_text())
+    assert found["running"] == "test_some.py::test_c"
+    assert found["not_run"] == ["test_some.py::test_c", "test_some.py::test_d"]
+    assert "- cut off in test_some.py::test_c" in report.file.with_suffix(".md").read_text()
+
+    pytester.makeconftest("")
+    commit()  # other tests: what passed has to pass again
+    assert outcomes(begun(pytester, tmp_path, "-k", "test_a")) == {"test_a": "passed"}
+    assert made.read_text() == "x"
+    resumed = begun(pytester, tmp_path, "-k", "not test_b")
+    assert outcomes(resumed) == {"test_a": "passed", "test_c": "passed", "test_d": "passed"}
+    assert made.read_text() == "xx"
+    resumed = begun(pytester, tmp_path)
+    assert outcomes(resumed)["test_b"] == "failed" and made.read_text() == "xx", "only what has not passed is run"
+    assert json.loads(resumed.file.read_text())["not_run"] == [] and resumed.as_json()["running"] is None
+    assert len(outcomes(begun(pytester, tmp_path, "-k", "test_a", resume=False))) == 1
+
+
+def test_what_passed_in_a_changed_tree_is_run_again(pytester, tmp_path, commit):
+    pytester.makepyfile(test_some="def test_a(): pass")
+    commit()
+    pytester.makepyfile(test_other="def test_b(): pass")
+    begun(pytester, tmp_path)
+    assert outcomes(begun(pytester, tmp_path, "-k", "test_b")) == {"test_b": "passed"}
+
+
+def test_a_failure_is_named_at_once(pytester):
+    pytester.makeconftest(
+        "from tests.long_report import FailuresAtOnce\ndef pytest_configure(config):\n"
+        "    if not hasattr(config, 'workerinput'):\n"
+        "        config.pluginmanager.register(FailuresAtOnce(config))\n"
+    )
+    pytester.makepyfile(test_some=TESTS)
+    for words in ([], ["-n", "1"]):
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *words)
+        result.stdout.fnmatch_lines(
+            ["failed: test_some.py::test_bad", "error: test_some.py::test_error", "*= ERRORS =*"], consecutive=False
+        )
+        assert result.stdout.lines[-1].strip("= ").startswith("1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error in ")
