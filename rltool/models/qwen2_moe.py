@@ -25,7 +25,8 @@ def build(config: dict[str, Any]) -> Family:
     refuse(config, hidden_act="silu", qkv_bias=True)
     refuse_sliding_window(config)
     layers, hidden = require(config, "num_hidden_layers", "hidden_size")
-    dense, step = config.get("mlp_only_layers") or [], config["decoder_sparse_step"]
+    dense: list[int] = config.get("mlp_only_layers") or []
+    step = config["decoder_sparse_step"]
     has_experts = [layer not in dense and (layer + 1) % step == 0 for layer in range(layers)]
     feed_forward = mixture_of_experts(
         hidden=hidden,
