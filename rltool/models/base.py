@@ -262,6 +262,7 @@ class Family:
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
     nor sent to engines; conversion and export hand them on bit by bit
     modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
+    own: import path of a user's definition that it was built by
     """
 
     architecture: str
@@ -276,6 +277,7 @@ class Family:
     norms: Literal["pre", "post", "sandwich"] = "pre"
     carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()
+    own: str | None = None
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
