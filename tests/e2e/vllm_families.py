@@ -25,7 +25,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+<<<<<<< HEAD
 from contextlib import closing, contextmanager
+=======
+from contextlib import contextmanager
+from dataclasses import dataclass
+>>>>>>> main
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,14 +56,14 @@ from tests.ranks import flat_bytes
 
 HIDDEN = 128
 """With four heads, a head size of 32: vLLM's smallest on the CPU."""
-TOKENS = 40
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
 BUCKET_BYTES = 1 << 18
 """Less than the experts of a layer: they arrive in several buckets."""
 TIMEOUT = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-TIED = ("qwen2", "gemma3")
+TIED = ("qwen2", "gemma2", "gemma3", "smollm3")
 LATENT = {
     kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6)
     for kind in ("deepseek_v3", "glm4_moe_lite")
@@ -111,7 +116,7 @@ def prompt() -> torch.Tensor:
 
 
 def model_of(kind: str, seed: int):
-    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, **LATENT.get(kind, {}))
+    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, num_attention_heads=4, **LATENT.get(kind, {}))
 
 
 def convert(kind: str, work: Path) -> Path:
@@ -236,6 +241,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
+<<<<<<< HEAD
 def compare(kind: str, model: Path, work: Path, trainers: list[torch.Tensor]) -> dict[str, Any]:
     """trainers: log-probabilities by the trainer of each of the three weights, or nothing."""
     tokens = prompt()
@@ -245,13 +251,35 @@ def compare(kind: str, model: Path, work: Path, trainers: list[torch.Tensor]) ->
         rotate_in_plain_torch()
     computed: list[torch.Tensor] = []
     with engine_of(model) as engine:
+=======
+@dataclass
+class Case:
+    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each."""
+
+    model: Path
+    weights: list[Tensors]
+    expected: list[torch.Tensor]
+
+
+@torch.no_grad()
+def prepare(kind: str, work: Path) -> Case:
+    weights = [weights_of(kind, seed, work / str(seed)) for seed in range(3)]
+    return Case(convert(kind, work), weights, [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in range(3)])
+
+
+def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
+    expected, tokens = case.expected, PROMPT
+    if kind in LATENT:
+        rotate_in_plain_torch()
+    with engine_of(case.model) as engine:
+>>>>>>> main
 
         def seen(seed: int) -> float:
             computed.append(vllm_logprobs(engine, tokens))
             return difference(computed[-1], expected[seed])
 
         def after(send: Callable[..., None], seed: int) -> float:
-            tensors = weights_of(kind, seed, work / str(seed))
+            tensors = case.weights[seed]
             buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
             send(engine, tensors, buckets, work)
             return seen(seed)
@@ -274,6 +302,7 @@ def compare(kind: str, model: Path, work: Path, trainers: list[torch.Tensor]) ->
 
 def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
+<<<<<<< HEAD
         # All conversions first: vLLM leaves process groups of its own behind.
         models = {kind: convert(kind, Path(work) / kind) for kind in kinds}
         trainers = {
@@ -284,6 +313,14 @@ def main(kinds: list[str]) -> None:
         for kind, model in models.items():
             started = time.monotonic()
             found = compare(kind, model, Path(work) / kind, trainers.get(kind, []))
+=======
+        # All that is without vLLM first: it leaves process groups behind, and changes classes of transformers that it
+        # serves families by.
+        cases = {kind: prepare(kind, Path(work) / kind) for kind in kinds}
+        for kind, case in cases.items():
+            started = time.monotonic()
+            found = compare(kind, case, Path(work) / kind)
+>>>>>>> main
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"family": kind, **found, "seconds": seconds}), flush=True)
 
