@@ -142,11 +142,7 @@ def on_disk(path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory):
-<<<<<<< HEAD
     """(kind, directory, batch, log-probabilities, loss, gradient norm and gradients by transformers)."""
-=======
-    """(kind, directory, batch, log-probabilities, loss and gradient norm by transformers)."""
->>>>>>> main
     kind = request.param
     tied = kind in ("gemma2", "gemma3", "qwen3", "smollm3")
     path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)

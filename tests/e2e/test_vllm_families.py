@@ -13,8 +13,6 @@ import pytest
 
 from tests.e2e.megatron_models import KINDS
 
-LATENT = ("deepseek_v3", "glm4_moe_lite")
-
 SECONDS = 600
 """A minute and a half on two idle cores. What vLLM knows of an architecture it asks a process of its own, once on each
 machine."""
@@ -27,7 +25,7 @@ both are off float64 by more than 1e-5."""
 NEAR = 1e-5
 DIFFERENT = 0.1
 
-
+LATENT = ("deepseek_v3", "glm4_moe_lite")
 LONG = ("glm4", "olmo2", "olmoe", "smollm3", "phi3", "qwen2_moe")
 FAMILIES = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 
@@ -48,31 +46,26 @@ def found(kind: str) -> dict[str, Any]:
     return found_of(LONG if kind in LONG else tuple(each for each in KINDS if each not in LONG))[kind]
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_is_about_as_near_to_float64_as_transformers_in_float32(found, kind):
-    """So what is left between them is rounding: of the exported weights and after each sync."""
-    exact = found[kind]["exact"]
-    assert exact["vllm"] < max(NEAR, 3 * exact["transformers"]), found[kind]
-
-
-@pytest.mark.parametrize("kind", LATENT)
-def test_the_trainers_latent_attention_is_nearer_to_transformers_than_either_is_to_float64(found, kind):
-    exact = found[kind]["exact"]
-    assert found[kind]["trainer"] < NEAR and exact["trainer"] < 1.5 * exact["transformers"], found[kind]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found, kind):
-=======
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_vllm_computes_with_exported_weights_what_transformers_does_with_the_original(found):
     assert found["exported"] < EQUAL, found
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
+def test_vllm_is_about_as_near_to_float64_as_transformers_in_float32(found):
+    """So what is left between them is rounding: of the exported weights and after each sync."""
+    exact = found["exact"]
+    assert exact["vllm"] < max(NEAR, 3 * exact["transformers"]), found
+
+
+@pytest.mark.parametrize("kind", LATENT)
+def test_the_trainers_latent_attention_is_nearer_to_transformers_than_either_is_to_float64(found):
+    exact = found["exact"]
+    assert found["trainer"] < NEAR and exact["trainer"] < 1.5 * exact["transformers"], found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
 def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found):
->>>>>>> main
     """The first over gloo, the second over disk; on a CPU vLLM multiplies with packed copies of the weights."""
     assert all(moved > DIFFERENT for moved in found["moved"]), found
     assert all(difference < EQUAL for difference in found["synced"]), found

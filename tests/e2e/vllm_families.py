@@ -25,12 +25,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-<<<<<<< HEAD
 from contextlib import closing, contextmanager
-=======
-from contextlib import contextmanager
 from dataclasses import dataclass
->>>>>>> main
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,27 +88,21 @@ class InFloat64(TorchFunctionMode):
         return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
 
 
-@torch.no_grad()
-def exact_logprobs(kind: str, seed: int, tokens: torch.Tensor) -> torch.Tensor:
+def exact_logprobs(kind: str, seed: int) -> torch.Tensor:
     model = model_of(kind, seed).double()
     if kind in EXPERTS:
         model.set_experts_implementation("eager")  # the others have no float64
     with InFloat64():
-        return hf_logprobs(model, tokens, 1.0)
+        return hf_logprobs(model, PROMPT, 1.0)
 
 
-def trainers_logprobs(kind: str, seed: int, work: Path) -> torch.Tensor:
-    model_of(kind, seed).save_pretrained(work)
-    batch = policy_batch([TOKENS])
-    batch.tokens.copy_(prompt())
+def trainers_logprobs(model: Path) -> torch.Tensor:
+    batch = policy_batch([len(PROMPT)])
+    batch.tokens.copy_(PROMPT)
     place = SimpleNamespace(world_size=1, rank=0, port=0)
-    with closing(make_trainer(place, work, algorithm={"loss": "sft"})) as trainer:
+    with closing(make_trainer(place, model, algorithm={"loss": "sft"})) as trainer:
         [logprobs] = trainer.compute_logprobs([batch])
         return logprobs
-
-
-def prompt() -> torch.Tensor:
-    return torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(3))
 
 
 def model_of(kind: str, seed: int):
@@ -241,38 +231,34 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-<<<<<<< HEAD
-def compare(kind: str, model: Path, work: Path, trainers: list[torch.Tensor]) -> dict[str, Any]:
-    """trainers: log-probabilities by the trainer of each of the three weights, or nothing."""
-    tokens = prompt()
-    with torch.no_grad():
-        expected = [hf_logprobs(model_of(kind, seed), tokens, 1.0) for seed in range(3)]
-    if kind in LATENT:
-        rotate_in_plain_torch()
-    computed: list[torch.Tensor] = []
-    with engine_of(model) as engine:
-=======
 @dataclass
 class Case:
-    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each."""
+    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each by
+    transformers, in float32 and in float64, and where attention is latent by the trainer."""
 
     model: Path
     weights: list[Tensors]
     expected: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    trainers: list[torch.Tensor]
 
 
-@torch.no_grad()
 def prepare(kind: str, work: Path) -> Case:
-    weights = [weights_of(kind, seed, work / str(seed)) for seed in range(3)]
-    return Case(convert(kind, work), weights, [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in range(3)])
+    seeds = range(3)
+    weights = [weights_of(kind, seed, work / str(seed)) for seed in seeds]
+    trainers = [trainers_logprobs(work / str(seed)) for seed in seeds] if kind in LATENT else []
+    with torch.no_grad():
+        expected = [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in seeds]
+        exact = [exact_logprobs(kind, seed) for seed in seeds]
+    return Case(convert(kind, work), weights, expected, exact, trainers)
 
 
 def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
-    expected, tokens = case.expected, PROMPT
+    expected, tokens, trainers = case.expected, PROMPT, case.trainers
+    computed: list[torch.Tensor] = []
     if kind in LATENT:
         rotate_in_plain_torch()
     with engine_of(case.model) as engine:
->>>>>>> main
 
         def seen(seed: int) -> float:
             computed.append(vllm_logprobs(engine, tokens))
@@ -288,10 +274,9 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
         before = packed_copies()
         found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
         found |= {"abandoned": after(abandon_half_way, 2)}
-    exact = [exact_logprobs(kind, seed, tokens) for seed in range(3)]
     sides = {"vllm": computed[:3], "trainer": trainers, "transformers": expected}
     found["exact"] = {
-        side: max(difference(x.double(), y) for x, y in zip(logprobs, exact, strict=True))
+        side: max(difference(x.double(), y) for x, y in zip(logprobs, case.exact, strict=True))
         for side, logprobs in sides.items()
         if logprobs
     }
@@ -302,25 +287,12 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
 
 def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
-<<<<<<< HEAD
-        # All conversions first: vLLM leaves process groups of its own behind.
-        models = {kind: convert(kind, Path(work) / kind) for kind in kinds}
-        trainers = {
-            kind: [trainers_logprobs(kind, seed, Path(work) / f"{kind}-{seed}") for seed in range(3)]
-            for kind in kinds
-            if kind in LATENT
-        }
-        for kind, model in models.items():
-            started = time.monotonic()
-            found = compare(kind, model, Path(work) / kind, trainers.get(kind, []))
-=======
         # All that is without vLLM first: it leaves process groups behind, and changes classes of transformers that it
         # serves families by.
         cases = {kind: prepare(kind, Path(work) / kind) for kind in kinds}
         for kind, case in cases.items():
             started = time.monotonic()
             found = compare(kind, case, Path(work) / kind)
->>>>>>> main
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"family": kind, **found, "seconds": seconds}), flush=True)
 
