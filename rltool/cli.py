@@ -51,7 +51,7 @@ VERBS: dict[str, Verb] = {
         "rltool.commands.convert_ckpt:convert_ckpt", "Convert a checkpoint: Hugging Face <-> torch_dist, verified."
     ),
     "models": Verb(
-        "rltool.commands.models:app", "List model families."
+        "rltool.commands.models:app", "List model families; of a checkpoint, whether it is supported, and its memory."
     ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
     "eval": Verb("rltool.commands.evaluate:evaluate", "Evaluate engines that run, or a checkpoint; no trainer."),

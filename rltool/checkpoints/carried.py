@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rltool.models.hf_directory import HFTensors
+from rltool.models.mxfp4 import unquantized
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import INDEX, SINGLE
 
@@ -34,11 +35,12 @@ def carried_files(source: Path) -> list[Path]:
 
 
 def carry(source: Path, target: Path, *, dtype: str) -> list[str]:
-    """Copies them; config.json gets the dtype of the weights beside it. Returns the names."""
+    """Copies them; config.json gets the dtype of the weights beside it, and no longer names MXFP4, which is not
+    written. Returns the names."""
     files = carried_files(source)
     for path in files:
         shutil.copyfile(path, target / path.name)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    config = unquantized(json.loads((target / "config.json").read_text(encoding="utf-8")))
     # transformers 5 writes "dtype", before it was "torch_dtype"; engines read either.
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

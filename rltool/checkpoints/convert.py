@@ -56,9 +56,11 @@ class Conversion:
 
 
 def hf_to_torch_dist(
-    source: Path, target: Path, *, dtype: str | None = None, verify: bool = True, report: Report = lambda _: None
+    source: Path, target: Path, *, dtype: str | None = None, verify: bool = True, own: str | None = None,
+    report: Report = lambda _: None,
 ) -> Conversion:
-    """Writes `target` from a Hugging Face directory. dtype: None keeps that of config.json.
+    """Writes `target` from a Hugging Face directory. dtype: None keeps that of config.json; own: see
+    `family_for`.
 
     UsageError for what cannot be converted (named), ConversionMismatch when verification fails; then there is no
     target.
@@ -68,7 +70,7 @@ def hf_to_torch_dist(
     config = read_hf_config(source)
     if manifests.is_checkpoint(source):
         raise UsageError(f"{source} is a torch_dist directory already; to write a Hugging Face directory use --to hf")
-    family = family_for(config)
+    family = family_for(config, own)
     directories.refuse_existing(target)
     chosen = _dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
     plan = full_plan(family, chosen)
@@ -117,6 +119,7 @@ def torch_dist_to_hf(
     *,
     dtype: str | None = None,
     verify: bool = True,
+    own: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     report: Report = lambda _: None,
 ) -> Conversion:
@@ -129,7 +132,7 @@ def torch_dist_to_hf(
     config = read_hf_config(source)
     if not manifests.is_checkpoint(source) and any((source / name).is_file() for name in (INDEX, SINGLE)):
         raise UsageError(f"{source} is a Hugging Face directory already; without --to hf it becomes a torch_dist one")
-    family = family_for(config)
+    family = family_for(config, own)
     directories.refuse_existing(target)
     chosen = _dtype(dtype or manifests.read(source).dtype)
     plan = full_plan(family, chosen)

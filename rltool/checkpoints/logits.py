@@ -63,9 +63,10 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
 
     # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    attend = "eager" if family.attention.sinks else "sdpa"  # which transformers refuses for sinks
     with _parameters_without_memory():
         model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
+            config, dtype=torch.float32, attn_implementation=attend, trust_remote_code=False
         ).eval()
     owners = {module: name for name, module in model.named_modules()}
 

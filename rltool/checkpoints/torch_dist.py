@@ -164,7 +164,7 @@ def open_verified(runtime: Runtime, family: Family, directory: Path) -> Manifest
     runtime.on_every_rank(
         lambda: manifests.verify(directory, manifest, part=at.rank, parts=at.layout.world_size), f"checking {directory}"
     )
-    saved = family_for(read_hf_config(directory))
+    saved = family_for(read_hf_config(directory), family.own)
     if saved.hf_tensors() != family.hf_tensors():
         raise UsageError(
             f"{directory} holds another model ({saved.architecture}, {saved.num_layers} layers, vocabulary "

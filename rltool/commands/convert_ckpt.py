@@ -21,6 +21,7 @@ def convert_ckpt(
     out_dir: Annotated[Path, typer.Argument(help="Directory to write; it must not exist.")],
     to: Annotated[Target, typer.Option(help="What to write.")] = Target.torch_dist,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; without it, the source's own.")] = None,
+    family: Annotated[str | None, typer.Option(help="A family of your own (model.family): my_family:FAMILY.")] = None,
     verify: Annotated[bool, typer.Option(help="Compare every tensor, and the logits with transformers'.")] = True,
 ) -> None:
     """Convert a checkpoint: Hugging Face <-> torch_dist, verified."""
@@ -30,7 +31,7 @@ def convert_ckpt(
     convert = torch_dist_to_hf if to is Target.hf else hf_to_torch_dist
     console = Console()
     with console.status("starting") as status:
-        done = convert(source, out_dir, dtype=dtype, verify=verify, report=status.update)
+        done = convert(source, out_dir, dtype=dtype, verify=verify, own=family, report=status.update)
     lines = [
         f"{done.architecture}, {done.dtype}: {done.tensors} tensors, {done.parameters:,} parameters, "
         f"{done.weight_bytes / 1e6:,.1f} MB in {done.seconds:.1f} s",

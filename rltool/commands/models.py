@@ -1,14 +1,16 @@
-"""`rltool models`: which model families there are."""
+"""`rltool models`: which families there are, and what a checkpoint takes."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
+from rltool.processes.gpus import visible_gpus
 from rltool.terminal import Console, write_line
 
 if TYPE_CHECKING:
@@ -30,19 +32,59 @@ class ShowByDefault(TyperGroup):
 app = typer.Typer(
     add_completion=False,
     cls=ShowByDefault,
-    help="Model families (its options: rltool models show --help).",
+    help="Model families; of a checkpoint, whether it is supported and what it takes (its options: rltool models show "
+    "--help).",
 )
 
 
+Own = Annotated[
+    str | None, typer.Option("--family", help="A family of your own (model.family): my_family:FAMILY.")
+]
+
+
 @app.command()
-def show(as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False) -> None:
-    """List the model families: what each opens, what it was checked with, what is refused."""
+def show(
+    path: Annotated[
+        Path | None,
+        typer.Argument(help="Directory with a config.json, or a name of the Hugging Face hub; without it, list all."),
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="Of the trainer; default: those of this host, or 1.")] = None,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="GiB of each; default: of the smallest here, or 80.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="trainer.max_tokens_per_micro_batch.")] = 16384,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="trainer.KEY=VALUE of a layout of yours (tensor_parallel, recompute, ...)."),
+    ] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of trainer and engines.")] = "bfloat16",
+    family: Own = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
+) -> None:
+    """List the model families; of a checkpoint say whether it is supported and why not, its parameters, memory for
+    training and serving, and a layout that fits. Exit code 1: not supported."""
     from rltool.models.registry import FAMILIES
 
+    if path is None:
+        if as_json:
+            write_line(json.dumps({"families": [facts(family) for family in FAMILIES]}, indent=2))
+        else:
+            Console().print(families_table(FAMILIES))
+        return
+    from rltool.models.estimate import Asked, estimate
+
+    here = visible_gpus()
+    smallest = min((gpu.memory_mib for gpu in here if gpu.memory_mib), default=80 * 1024)
+    gpu_bytes = int((gpu_memory or smallest / 1024) * 1024**3)
+    asked = Asked(gpus or len(here) or 1, gpu_bytes, tokens, dtype, tuple(sets or ()))
+    found = estimate(path, asked, own=family)
     if as_json:
-        write_line(json.dumps({"families": [facts(family) for family in FAMILIES]}, indent=2))
+        write_line(json.dumps(found.as_json(), indent=2))
     else:
-        Console().print(families_table(FAMILIES))
+        console = Console()
+        for line in found.lines():
+            console.print(line)
+    raise typer.Exit(0 if found.refused is None else 1)
 
 
 @app.callback()

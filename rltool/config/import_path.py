@@ -20,9 +20,19 @@ def load_callable(
     names; `takes`: the positional arguments that it will be called with, by name; none: not checked. options: names of
     keyword arguments that it gets besides.
 
-    UsageError if the path is malformed, the module is missing or fails while it is imported, or the attribute is
-    missing, not callable, or cannot be called with these arguments.
+    UsageError as of `load_attribute`, and for what is not callable or cannot be called with these arguments.
     """
+    found = load_attribute(path, setting=setting)
+    if not callable(found):
+        raise UsageError(f"{setting} = {path!r}: expected a function, found {type(found).__name__}")
+    if takes:
+        _check_signature(found, takes, dict.fromkeys(options), f"{setting} = {path!r}")
+    return found
+
+
+def load_attribute(path: str, *, setting: str) -> Any:
+    """What `package.module:attribute` names. UsageError if the path is malformed, the module is missing or fails while
+    it is imported, or the attribute is missing."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):
         raise UsageError(f"{setting} = {path!r}: expected `package.module:function`")
@@ -45,10 +55,6 @@ def load_callable(
         near = difflib.get_close_matches(attribute, dir(module), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"{setting} = {path!r}: module {module_name} has no {attribute!r}{hint}")
-    if not callable(found):
-        raise UsageError(f"{setting} = {path!r}: expected a function, found {type(found).__name__}")
-    if takes:
-        _check_signature(found, takes, dict.fromkeys(options), f"{setting} = {path!r}")
     return found
 
 

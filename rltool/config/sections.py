@@ -35,6 +35,9 @@ class ModelConfig(Config):
     teacher: str | None = None
     """In place of teacher_path: a model of [models.NAME], of any size, with the model's tokenizer. Its engines score
     the responses as they come; needs sampling.temperature = 1."""
+    family: OwnFunction | None = None
+    """`my_family:FAMILY`, a model family of your own (docs/extending.md); `rltool models check` compares it with
+    transformers."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
 

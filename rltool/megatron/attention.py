@@ -234,6 +234,65 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, 
     return cast(Tensor, out)  # a pair only where the log-sum-exp is asked for
 
 
+def attention_with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor,
+    packed: PackedSeqParams,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """A `Kernel` with a learned score of each head beside those of the keys (`models.base.Attention.sinks`), sinks:
+    [heads]. By torch's kernel alone: the others have no gradient of sinks."""
+    return cast(Tensor, _WithSinks.apply(query, key, value, sinks, packed, scale, window))
+
+
+class _WithSinks(torch.autograd.Function):
+    """torch's FlashAttention 2 knows no sinks. With log-sum-exp l and output o of a head without its sink s, the output
+    with it is o sigmoid(l - s), and its log-sum-exp log(exp(l) + exp(s)). FlashAttention's backward pass (Dao 2023,
+    arXiv 2307.08691, algorithm 2) makes the weights again from the log-sum-exp, and takes of the output only its
+    product with the gradient: given those with the sink, its gradients are those with the sink."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor,
+        packed: PackedSeqParams,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        if query.size(1) != key.size(1) and not _takes_grouped_queries(query.device, query.dtype):
+            raise NotImplementedError("this torch's varlen_attn has no grouped queries: update torch")
+        left = -1 if window is None else window - 1
+        out, total, *random = torch.ops.aten._flash_attention_forward(
+            query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+            0.0, True, False, scale=scale, window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        sink = sinks.float()[:, None]  # total: [heads, T]
+        out = (out.float() * torch.sigmoid(total - sink).t().unsqueeze(-1)).to(out.dtype)
+        total = torch.logaddexp(total, sink)
+        ctx.save_for_backward(query, key, value, sinks, out, total, *random[:2])
+        ctx.options = packed, scale, left
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        by_out = grads[0].contiguous()
+        query, key, value, sinks, out, total, seed, offset = ctx.saved_tensors
+        packed, scale, left = ctx.options
+        by_query, by_key, by_value = torch.ops.aten._flash_attention_backward(
+            by_out, query, key, value, out, total, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q,
+            packed.max_seqlen_kv, 0.0, True, seed, offset, scale=scale, window_size_left=left, window_size_right=0,
+        )  # fmt: skip
+        share = torch.exp(sinks.float()[:, None] - total)
+        by_sinks = -(share * (by_out.float() * out.float()).sum(-1).t()).sum(-1)
+        return by_query, by_key, by_value, by_sinks.to(sinks.dtype), None, None, None
+
+
 def _repeated(grouped: Tensor, query: Tensor) -> Tensor:
     return grouped.repeat_interleave(query.size(1) // grouped.size(1), 1)
 

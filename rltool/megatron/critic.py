@@ -77,7 +77,7 @@ class Critic(TrainedModel):
             beta2=shared.beta2,
             eps=shared.eps,
         )
-        family = family_for(read_hf_config(self.path))
+        family = family_for(read_hf_config(self.path), trainer.family.own)
         super().__init__(replace(trainer.setup, optimizer=own), family, total_optimizer_steps=total_optimizer_steps)
 
     def build(self) -> GPTModel:

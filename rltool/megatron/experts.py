@@ -22,7 +22,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron.kernels import add_to_each, swiglu
+from rltool.megatron.kernels import add_to_each, sum_rows, swiglu
+from rltool.megatron.layers import gate_of, with_scaled_bias
 from rltool.megatron.runtime import to_device
 
 logger = logging.getLogger(__name__)
@@ -73,15 +74,14 @@ def wanted(products: ExpertProducts, device: torch.device, dtype: torch.dtype) -
 
 
 def computes(config: TransformerConfig) -> bool:
-    """Whether experts of this configuration are those of `GroupedExperts`: SwiGLU, its output scaled by the router."""
-    return (
-        config.gated_linear_unit
-        and config.activation_func is F.silu
+    """Whether experts of this configuration are those of `GroupedExperts`: SwiGLU, its output scaled by the router, or
+    with biases those of `BiasedExpert`."""
+    plain = (
+        config.activation_func is F.silu
         and config.activation_func_clamp_value is None
         and config.glu_linear_offset == 0
-        and not config.add_bias_linear
-        and not config.moe_apply_probs_on_input
     )
+    return config.gated_linear_unit and (plain or config.add_bias_linear) and not config.moe_apply_probs_on_input
 
 
 class GroupedExperts(SequentialMLP):
@@ -105,8 +105,14 @@ class GroupedExperts(SequentialMLP):
         up, down = weights_of(self)
         rows = tokens_per_expert.tolist()
         groups = Groups(rows, to_device(torch.tensor(list(accumulate(rows)), dtype=torch.int32), x.device))
-        scaled = swiglu(grouped_product(x, groups, up), permuted_probs)
-        return grouped_product(scaled, groups, down), None
+        if not self.config.add_bias_linear:
+            scaled = swiglu(grouped_product(x, groups, up), permuted_probs)
+            return grouped_product(scaled, groups, down), None
+        up_biases, down_biases = biases_of(self)
+        gated = grouped_product(x, groups, up) + rows_of(up_biases, groups)
+        scaled = swiglu(gated, permuted_probs, gate_of(self.config))
+        output = grouped_product(scaled, groups, down)
+        return with_scaled_bias(self.config, output, rows_of(down_biases, groups), permuted_probs), None
 
 
 def group_products(experts: SequentialMLP, *, demanded: bool) -> None:
@@ -129,6 +135,38 @@ def weights_of(experts: SequentialMLP) -> tuple[list[Tensor], list[Tensor]]:
     """Of the local experts' first products (gate and up) [2 * ffn, hidden], and of their second [hidden, ffn]."""
     held = [cast(Any, expert) for expert in experts.local_experts]
     return [expert.linear_fc1.weight for expert in held], [expert.linear_fc2.weight for expert in held]
+
+
+def biases_of(experts: SequentialMLP) -> tuple[list[Tensor], list[Tensor]]:
+    """Those of `weights_of`: [2 * ffn] and [hidden]."""
+    held = [cast(Any, expert) for expert in experts.local_experts]
+    return [expert.linear_fc1.bias for expert in held], [expert.linear_fc2.bias for expert in held]
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, groups: Groups, *biases: Tensor) -> Tensor:
+        ctx.ends = groups.ends
+        return torch.stack(biases).index_select(0, _expert_of_row(groups))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (by_rows,) = grads
+        if not len(by_rows):
+            return None, *by_rows.new_zeros(len(ctx.ends), by_rows.size(1)).unbind()
+        order = torch.arange(len(by_rows), device=by_rows.device)
+        return None, *sum_rows(by_rows, order, ctx.ends.long()).unbind()
+
+
+def _expert_of_row(groups: Groups) -> Tensor:
+    """[T]."""
+    rows = torch.arange(sum(groups.rows), dtype=groups.ends.dtype, device=groups.ends.device)
+    return torch.bucketize(rows, groups.ends, right=True)
+
+
+def rows_of(biases: Sequence[Tensor], groups: Groups) -> Tensor:
+    """[width] of each expert -> [T, width]. Gradients are summed in one order, in fp32 (`kernels.sum_rows`)."""
+    return cast(Tensor, _RowsOf.apply(groups, *biases))
 
 
 def stacked(weights: Sequence[Tensor]) -> Tensor:

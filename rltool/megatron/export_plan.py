@@ -29,22 +29,44 @@ Stream = Iterable[tuple[TensorMeta, Tensor | None]]
 class Export:
     """What one parameter of the Megatron model is exported as.
 
-    tensors: what `make` returns, announced; make: a function of a module, for plans are pickled
+    tensors: what `make` returns, announced; of a tensor of all experts the last one's export announces it (`Join`)
+    make: a function of a module, for plans are pickled
     """
 
     parameter: Parameter
     tensors: tuple[TensorMeta, ...]
     make: Make = Parameter.split
 
-    def made(self, tensor: Tensor) -> Iterator[tuple[TensorMeta, Tensor]]:
-        """tensor: of the parameter, unsharded and unpadded."""
-        return zip(self.tensors, self.make(self.parameter, tensor), strict=True)
-
     def made_bytes(self, itemsize: int) -> int:
         """Memory that `made` adds, without what `make` frees before it returns. itemsize: bytes of an element of the
         parameter."""
-        cut = itemsize * torch.Size(self.parameter.merged_shape).numel() if self.parameter.split_copies else 0
-        return cut if self.make is Parameter.split else cut + sum(map(tensor_bytes, self.tensors))
+        own = itemsize * torch.Size(self.parameter.merged_shape).numel()
+        cut = own if self.parameter.split_copies else 0
+        joined = own * self.parameter.experts
+        return cut + joined if self.make is Parameter.split else cut + joined + sum(map(tensor_bytes, self.tensors))
+
+
+class Join:
+    """A plan's exports one after the other: those of the tensors of all experts wait until all parts have come."""
+
+    def __init__(self) -> None:
+        self._whole: Tensor | None = None
+
+    def made(self, export: Export, tensor: Tensor) -> Iterator[tuple[TensorMeta, Tensor]]:
+        """tensor: of the export's parameter, unsharded and unpadded."""
+        parameter = export.parameter
+        made = export.make(parameter, tensor)
+        if not parameter.experts:
+            yield from zip(export.tensors, made, strict=True)
+            return
+        [part] = made
+        assert parameter.expert is not None
+        if self._whole is None:
+            self._whole = part.new_empty(parameter.experts, *part.shape)
+        self._whole[parameter.expert] = part
+        if parameter.ends_tensors:
+            [meta], whole, self._whole = export.tensors, self._whole, None
+            yield meta, whole
 
 
 @dataclass(frozen=True)
@@ -81,8 +103,9 @@ class ExportPlan:
 
     def made(self, read: Callable[[Parameter], Tensor]) -> Iterator[tuple[TensorMeta, Tensor]]:
         """All tensors, in one process. read: the unsharded tensor of a parameter, of which one at a time is held."""
+        join = Join()
         for export in self.exports:
-            yield from export.made(read(export.parameter))
+            yield from join.made(export, read(export.parameter))
 
 
 def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
@@ -92,10 +115,11 @@ def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
     def named(dtype: torch.dtype) -> str:
         return str(dtype).removeprefix("torch.")
 
-    exports = tuple(
-        Export(parameter, tuple(TensorMeta(hf, named(parameter.dtype(dtype)), shape) for hf, shape in parameter.hf))
-        for parameter in family.parameters
-    )
+    def announced(parameter: Parameter) -> tuple[TensorMeta, ...]:
+        tensors = parameter.hf if parameter.ends_tensors else ()
+        return tuple(TensorMeta(hf, named(parameter.dtype(dtype)), shape) for hf, shape in tensors)
+
+    exports = tuple(Export(parameter, announced(parameter)) for parameter in family.parameters)
     return ExportPlan(exports, named(dtype), family.num_layers, family.num_experts, family.carried)
 
 

@@ -8,6 +8,7 @@ SwiGLU's backward twice, and the logits twice. The arithmetic is that of `kernel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -109,12 +110,18 @@ def _rotate(
 
 
 @jit
-def _swiglu_forward(x, scale, out, F: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr):
+def _swiglu_forward(
+    x, scale, out, alpha, offset, limit, F: tl.constexpr, SCALED: tl.constexpr, PLAIN: tl.constexpr, WIDTH: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     gate = tl.load(x + row * 2 * F + column, mask=column < F, other=0.0).to(tl.float32)
     up = tl.load(x + row * 2 * F + F + column, mask=column < F, other=0.0).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    if PLAIN:
+        result = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        result = gate / (1.0 + tl.exp(-alpha * gate)) * (up + offset)
     if SCALED:
         # Rounded before the scale, as without a kernel of its own.
         result = result.to(out.dtype.element_ty).to(tl.float32) * tl.load(scale + row)
@@ -123,22 +130,32 @@ def _swiglu_forward(x, scale, out, F: tl.constexpr, SCALED: tl.constexpr, WIDTH:
 
 @jit
 def _swiglu_backward(
-    grad, x, scale, grad_x, grad_scale, blocks, F: tl.constexpr, SCALED: tl.constexpr, WIDTH: tl.constexpr
-):
+    grad, x, scale, grad_x, grad_scale, blocks, alpha, offset, limit,
+    F: tl.constexpr, SCALED: tl.constexpr, PLAIN: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     place = row * 2 * F + column
     gate = tl.load(x + place, mask=column < F, other=0.0).to(tl.float32)
     up = tl.load(x + place + F, mask=column < F, other=0.0).to(tl.float32)
     given = tl.load(grad + row * F + column, mask=column < F, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    up_moves = column < F  # a clamped number has no gradient
+    if PLAIN:
+        sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+        slope = 1.0 + gate * (1.0 - sigmoid)
+    else:
+        gate_moves, up_moves = gate <= limit, (up >= -limit) & (up <= limit)
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit) + offset
+        sigmoid = 1.0 / (1.0 + tl.exp(-alpha * gate))
+        slope = tl.where(gate_moves, 1.0 + alpha * gate * (1.0 - sigmoid), 0.0)
     if SCALED:
         product = (gate * sigmoid * up).to(x.dtype.element_ty).to(tl.float32)
         tl.store(grad_scale + row * blocks + tl.program_id(1), tl.sum(given * product, 0))
         given = given * tl.load(scale + row)
-    by_gate = given * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    by_gate = given * up * sigmoid * slope
+    by_up = tl.where(up_moves, given * gate * sigmoid, 0.0)
     tl.store(grad_x + place, by_gate.to(grad_x.dtype.element_ty), mask=column < F)
-    tl.store(grad_x + place + F, (given * gate * sigmoid).to(grad_x.dtype.element_ty), mask=column < F)
+    tl.store(grad_x + place + F, by_up.to(grad_x.dtype.element_ty), mask=column < F)
 
 
 @jit
@@ -296,19 +313,21 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 class _SwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, kind: tuple[float, float, float]) -> Tensor:
         x = x.contiguous()
         half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
         out = torch.empty(*x.shape[:-1], half, dtype=x.dtype, device=x.device)
         width = min(2048, triton.next_power_of_2(half))
-        ctx.scaled = scale is not None
+        ctx.scaled, ctx.kind = scale is not None, kind
         scale = scale.contiguous() if scale is not None else x
-        _swiglu_forward[(rows, triton.cdiv(half, width))](x, scale, out, F=half, SCALED=ctx.scaled, WIDTH=width)
+        _swiglu_forward[(rows, triton.cdiv(half, width))](
+            x, scale, out, *kind, F=half, SCALED=ctx.scaled, PLAIN=kind == PLAIN, WIDTH=width
+        )
         ctx.save_for_backward(x, scale)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, scale = ctx.saved_tensors
         half, rows = x.size(-1) // 2, x.numel() // x.size(-1)
@@ -316,13 +335,20 @@ class _SwiGLU(torch.autograd.Function):
         blocks = triton.cdiv(half, width)
         parts = torch.empty(rows, blocks, dtype=torch.float32, device=x.device) if ctx.scaled else grad_x
         _swiglu_backward[(rows, blocks)](
-            grad.contiguous(), x, scale, grad_x, parts, blocks, F=half, SCALED=ctx.scaled, WIDTH=width
-        )
-        return grad_x, parts.sum(-1).view(scale.shape).to(scale.dtype) if ctx.scaled else None
+            grad.contiguous(), x, scale, grad_x, parts, blocks, *ctx.kind,
+            F=half, SCALED=ctx.scaled, PLAIN=ctx.kind == PLAIN, WIDTH=width,
+        )  # fmt: skip
+        return grad_x, parts.sum(-1).view(scale.shape).to(scale.dtype) if ctx.scaled else None, None
 
 
-def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    return _SwiGLU.apply(x, scale)
+PLAIN = (1.0, 0.0, math.inf)
+"""`kernels.SILU`."""
+
+
+def swiglu(
+    x: Tensor, scale: Tensor | None = None, alpha: float = 1.0, offset: float = 0.0, limit: float = math.inf
+) -> Tensor:
+    return _SwiGLU.apply(x, scale, (alpha, offset, limit))
 
 
 def sum_rows(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:

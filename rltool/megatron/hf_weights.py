@@ -10,7 +10,7 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from rltool.engines.types import TensorMeta
-from rltool.megatron.export_plan import Export, ExportPlan
+from rltool.megatron.export_plan import Export, ExportPlan, Join
 from rltool.megatron.gathering import GATHER_BYTES, gathered, plan_gathers
 from rltool.megatron.model import global_names
 from rltool.megatron.runtime import Runtime
@@ -49,24 +49,26 @@ def export_weights(
 
     A generator that is collective over the ranks of replica 0, and over all that experts are sharded over (everywhere:
     over all ranks): each of them must run it to its end. Besides the model, a rank holds one buffer of `bound` bytes,
-    or of the largest parameter if that has more, and one that gets the tensors one merged parameter at a time
-    (`gather_bytes`), as long as its caller keeps no tensor. Tensors alias the parameters where nothing had to be
-    gathered or merged: use them before the next optimizer step.
+    or of the largest parameter if that has more, and one that gets the tensors one merged parameter at a time, or all
+    parts of one tensor of all experts (`gather_bytes`), as long as its caller keeps no tensor. Tensors alias the
+    parameters where nothing had to be gathered or merged: use them before the next optimizer step.
     """
     # Without torch.no_grad(), which keeps what a generator has yielded last: no operation here is on a parameter.
-    exports = iter(plan.exports)
+    exports, join = iter(plan.exports), Join()
     local = global_names(model)
     for gather in plan_gathers(plan, runtime.coordinates.layout, everywhere=everywhere, bound=bound):
         shards = gathered(gather, local, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
-            yield from _tensors(next(exports), None if shards is None else shards[parameter.name])
+            yield from _tensors(join, next(exports), None if shards is None else shards[parameter.name])
         del shards  # its buffer goes before there is another one
 
 
-def _tensors(export: Export, shards: list[Tensor] | None) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+def _tensors(
+    join: Join, export: Export, shards: list[Tensor] | None
+) -> Iterator[tuple[TensorMeta, Tensor | None]]:
     """What one parameter is exported as; None each where this rank does not get its shards."""
     if shards is None:
         yield from ((meta, None) for meta in export.tensors)
         return
-    for meta, tensor in export.made(export.parameter.unshard(shards)):
+    for meta, tensor in join.made(export, export.parameter.unshard(shards)):
         yield meta, tensor.contiguous()

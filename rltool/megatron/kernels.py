@@ -6,7 +6,9 @@ Written once, in fp32 inside. Nothing here communicates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,17 +63,33 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(first half) * second half of the last dimension (Shazeer 2020), each row times its `scale`.
+class Gate(NamedTuple):
+    """gate * sigmoid(alpha * gate) * (up + offset), the gate at most `limit` and up between -limit and limit."""
+
+    alpha: float = 1.0
+    offset: float = 0.0
+    limit: float = math.inf
+
+
+SILU = Gate()
+
+
+def swiglu(x: Tensor, scale: Tensor | None = None, kind: Gate = SILU) -> Tensor:
+    """silu(first half) * second half of the last dimension (Shazeer 2020), or another `kind` of it; each row times its
+    `scale`.
 
     x: [..., 2 * f]; scale: [...], fp32. Returns [..., f] in x's dtype.
     """
     if _on_gpu(x):
         from rltool.megatron import fused
 
-        return fused.swiglu(x, scale)
+        return fused.swiglu(x, scale, *kind)
     gate, up = x.chunk(2, dim=-1)
-    gated = F.silu(gate) * up
+    if kind == SILU:
+        gated = F.silu(gate) * up
+    else:
+        gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
+        gated = gate * torch.sigmoid(kind.alpha * gate) * (up + kind.offset)
     return gated if scale is None else (gated * scale.unsqueeze(-1)).to(x.dtype)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, cast
 
@@ -11,11 +12,12 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from rltool.megatron.attention import Backend, kernel_for
+from rltool.megatron.attention import Backend, attention_with_sinks, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
-from rltool.megatron.kernels import rms_norm, rms_norm_zero_centered, swiglu
+from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import context_parallel_group
 from rltool.models.base import Attention, Rotary
@@ -61,6 +63,34 @@ class GatedMLP(MLP):
 
 class GatedSharedExpert(SharedExpertMLP, GatedMLP):  # pyright: ignore[reportIncompatibleMethodOverride]
     """Megatron's expert that every token meets, with `GatedMLP` as its MLP."""
+
+
+class BiasedExpert(MLP):
+    """An expert with biases. Megatron's own adds the last one in place, which autograd refuses where tensor parallelism
+    is 1, and whole on each tensor-parallel rank, whose outputs are summed later."""
+
+    def forward(
+        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """[T, hidden], [T]. Returns [T, hidden] and no bias."""
+        assert per_token_scale is not None
+        gated, bias = self.linear_fc1(hidden_states)
+        scaled = swiglu(gated + bias, per_token_scale, gate_of(self.config))
+        output, bias = self.linear_fc2(scaled)
+        return with_scaled_bias(self.config, output, bias, per_token_scale), None
+
+
+def gate_of(config: Any) -> Gate:
+    """Of experts with biases. config: Megatron's; its activation is `models.gpt_oss.swish`."""
+    limit = config.activation_func_clamp_value
+    alpha = config.activation_func.keywords["alpha"]
+    return Gate(alpha, config.glu_linear_offset, math.inf if limit is None else limit)
+
+
+def with_scaled_bias(config: Any, output: Tensor, bias: Tensor, scale: Tensor) -> Tensor:
+    """output [T, hidden] of a tensor-parallel rank, and its share of bias ([hidden] or [T, hidden]) times scale [T].
+    Gradients of a bias are summed over the ranks as those of other copied parameters."""
+    return output + (bias * (scale / config.tensor_model_parallel_size).unsqueeze(-1)).to(output.dtype)
 
 
 class RotaryPositions(torch.nn.Module):
@@ -112,6 +142,13 @@ class PackedCausalAttention(MegatronModule):
         self.backend: Backend = backend
         self.scale, self.softcap = softmax_scale, attention.softcap
         self.window = attention.windows[layer_number - 1] if attention.windows else None
+        heads = config.num_attention_heads // config.tensor_model_parallel_size
+        self.sinks = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype)) if attention.sinks else None
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """For Megatron, which takes the parameters of a module without this method for copies."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
 
     def forward(
         self,
@@ -143,8 +180,12 @@ class PackedCausalAttention(MegatronModule):
         else:
             # The kernels take heads of one size.
             more = key.size(-1) - value.size(-1)
-            out = kernel(query, key, F.pad(value, (0, more)) if more else value, packed, self.scale, window)
-            out = out[..., : value.size(-1)]
+            value = F.pad(value, (0, more)) if more else value
+            if self.sinks is None:
+                out = kernel(query, key, value, packed, self.scale, window)
+            else:
+                out = attention_with_sinks(query, key, value, self.sinks, packed, self.scale, window)
+            out = out[..., : out.size(-1) - more]
         return out.flatten(1).unsqueeze(1)
 
     def _window(self, packed: PackedSequences) -> int | None:
@@ -161,7 +202,9 @@ class PackedCausalAttention(MegatronModule):
             # layer.
             key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
         seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
-        attend = F.scaled_dot_product_attention if self.softcap is None else partial(capped_attention, self.softcap)
+        attend = F.scaled_dot_product_attention
+        if self.softcap is not None or self.sinks is not None:
+            attend = partial(plain_attention, self.softcap, self.sinks)
         out = attend(
             spread(query, packed.gather, packed.max_seqlen_q),
             spread(key, key_gather, packed.max_seqlen_kv),
@@ -189,8 +232,9 @@ class PackedCausalAttention(MegatronModule):
         return seen if window is None else seen & (key > at - window)
 
 
-def capped_attention(
-    softcap: float,
+def plain_attention(
+    softcap: float | None,
+    sinks: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -201,13 +245,19 @@ def capped_attention(
     enable_gqa: bool,
 ) -> Tensor:
     """F.scaled_dot_product_attention with scores of softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118,
-    section 2). It keeps the scores: memory by the square of the length."""
+    section 2), and with sinks [heads], see `models.base.Attention`. It keeps the scores: memory by the square of the
+    length."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
     scores = query @ key.transpose(-1, -2) * (query.size(-1) ** -0.5 if scale is None else scale)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
-    return torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype) @ value
+    if sinks is not None:
+        beside = sinks[:, None, None].to(scores.dtype).expand(len(scores), -1, scores.size(-2), 1)
+        scores = torch.cat([scores, beside], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return weights[..., : key.size(-2)] @ value

@@ -28,7 +28,14 @@ from rltool.megatron.family_layers import (
     TwoRopeSelfAttention,
     TwoRotaryPositions,
 )
-from rltool.megatron.layers import GatedMLP, GatedSharedExpert, PackedCausalAttention, RMSNorm, RotaryPositions
+from rltool.megatron.layers import (
+    BiasedExpert,
+    GatedMLP,
+    GatedSharedExpert,
+    PackedCausalAttention,
+    RMSNorm,
+    RotaryPositions,
+)
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
     dispatch_without_atomics,
@@ -50,9 +57,11 @@ def transformer_config(
 
     Fusions that need Apex or Transformer Engine are off, or our own.
     """
-    return with_known_fields(
+    # Of experts under tensor parallelism Megatron refuses biases, see `BiasedExpert`: set behind its back.
+    arguments = family.transformer | {"add_bias_linear": False}
+    config = with_known_fields(
         TransformerConfig,
-        **family.transformer,
+        **arguments,
         tensor_model_parallel_size=coordinates.layout.tp,
         pipeline_model_parallel_size=coordinates.layout.pp,
         expert_model_parallel_size=coordinates.layout.ep,
@@ -82,6 +91,8 @@ def transformer_config(
             apply_rope_fusion=False,
         ),
     )
+    config.add_bias_linear = family.transformer["add_bias_linear"]
+    return config
 
 
 def _recompute(family: Family, coordinates: Coordinates, trainer: TrainerConfig) -> dict[str, Any]:
@@ -142,6 +153,9 @@ def build_model(
             if gated is not None and config.gated_linear_unit and config.activation_func is F.silu:
                 mlp.__class__ = gated
                 cast(GatedMLP, mlp).recompute_gated = trainer.recompute != "none" and index >= whole
+        for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
+            if config.add_bias_linear:
+                expert.__class__ = BiasedExpert
         if config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
             bias_as_parameter(cast(Any, layer.mlp).router, counts=trainer.router_bias_update_rate > 0)
     # With it Megatron would move them itself: see `RouterBiases`.

@@ -78,7 +78,7 @@ class MegatronTrainer(TrainedModel):
         self.model_path = model.path
         self.hf_config = read_hf_config(model.path)
         self.temperature = algorithm.logits_temperature(run.temperature)
-        family, dtype = family_for(self.hf_config), getattr(torch, model.dtype)
+        family, dtype = family_for(self.hf_config, model.family), getattr(torch, model.dtype)
         self.export_plan = full_plan(family, dtype)
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}

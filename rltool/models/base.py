@@ -77,6 +77,9 @@ class Parameter:
         each is a tensor of its own
     interleaved: of each part; empty: none is
     keeps_fp32: it is fp32 whatever the model's dtype, here and in a checkpoint
+    experts: its HF tensor is one for so many experts, along a first dimension of its own, and this is the part of
+        expert `expert`; 0: it is this parameter's alone
+    transposed: HF's matrix is [inputs, outputs]
     """
 
     name: str
@@ -91,6 +94,13 @@ class Parameter:
     parts: tuple[int, ...] = ()
     interleaved: tuple[Interleaved | None, ...] = ()
     keeps_fp32: bool = False
+    experts: int = 0
+    transposed: bool = False
+
+    @property
+    def ends_tensors(self) -> bool:
+        """Whether its HF tensors are complete with it: those of all experts are with the last one's part."""
+        return not self.experts or self.expert == self.experts - 1
 
     @property
     def blocks(self) -> int:
@@ -99,7 +109,7 @@ class Parameter:
     @property
     def split_copies(self) -> bool:
         """Whether `split` returns copies, in place of views."""
-        return self.merge_as == "qkv" or bool(self.interleaved)
+        return self.merge_as == "qkv" or bool(self.interleaved) or self.transposed
 
     def dtype(self, model: torch.dtype) -> torch.dtype:
         """Of this parameter in a model of that dtype."""
@@ -108,12 +118,21 @@ class Parameter:
     @property
     def merged_shape(self) -> tuple[int, ...]:
         """Of the unsharded, unpadded Megatron tensor."""
-        return (sum(shape[0] for _, shape in self.hf), *self.hf[0][1][1:])
+        shapes = [shape[::-1] if self.transposed else shape for shape in self.own_shapes]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+
+    @property
+    def own_shapes(self) -> list[tuple[int, ...]]:
+        """Of its part of each HF tensor, which is all of it unless that is one of all `experts`."""
+        return [shape[1:] if self.experts else shape for _, shape in self.hf]
 
     def merge(self, tensors: list[Tensor]) -> Tensor:
-        """HF tensors (in the order of `hf`) -> the unsharded, unpadded Megatron tensor. Raises ShapeMismatch."""
-        for (name, shape), tensor in zip(self.hf, tensors, strict=True):
+        """HF tensors in the order of `hf`, of one of all `experts` its own part -> the unsharded, unpadded Megatron
+        tensor. Raises ShapeMismatch."""
+        for (name, _), shape, tensor in zip(self.hf, self.own_shapes, tensors, strict=True):
             check_shape(name, tuple(tensor.shape), shape)
+        if self.transposed:
+            tensors = [tensor.t().contiguous() for tensor in tensors]
         parts = list(torch.split(tensors[0], list(self.parts))) if self.parts and self.merge_as == "qkv" else tensors
         if self.interleaved:
             parts = [x if i is None else i.halves(x) for x, i in zip(parts, self.interleaved, strict=True)]
@@ -132,7 +151,8 @@ class Parameter:
             parts = [part.reshape(-1, *tensor.shape[1:]) for part in torch.split(grouped, sizes, dim=1)]
         if self.interleaved:
             parts = [x if i is None else i.neighbours(x) for x, i in zip(parts, self.interleaved, strict=True)]
-        return parts if len(parts) == len(self.hf) else [torch.cat(parts)]
+        parts = parts if len(parts) == len(self.hf) else [torch.cat(parts)]
+        return [part.t().contiguous() for part in parts] if self.transposed else parts
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         """The part of the unsharded tensor that tensor-parallel `rank` of `size` holds,
@@ -219,12 +239,15 @@ class Attention:
     norm_whole: the norm of queries (and that of keys) is over all heads together, in place of each head's
     softcap: scores are softcap * tanh(score / softcap)
     latent: in the place of grouped queries
+    sinks: each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing
+    to the output (gpt-oss; StreamingLLM's sink without a token, Xiao et al. 2023, arXiv 2309.17453, section 3.3)
     """
 
     windows: tuple[int | None, ...] = ()
     norm_whole: bool = False
     softcap: float | None = None
     latent: Latent | None = None
+    sinks: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,6 +262,7 @@ class Family:
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
     nor sent to engines; conversion and export hand them on bit by bit
     modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
+    own: import path of a user's definition that it was built by
     """
 
     architecture: str
@@ -253,6 +277,7 @@ class Family:
     norms: Literal["pre", "post", "sandwich"] = "pre"
     carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()
+    own: str | None = None
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -300,7 +325,7 @@ class Family:
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""
-        return [tensor for parameter in self.parameters for tensor in parameter.hf]
+        return [tensor for parameter in self.parameters if parameter.ends_tensors for tensor in parameter.hf]
 
 
 Cut = Literal["tp", "pp", "cp", "ep"]

@@ -58,7 +58,8 @@ class Part:
 class Variant:
     """Where a family differs from Llama.
 
-    qkv_bias: biases on q, k and v; qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
+    qkv_bias: biases on q, k and v; bias: on attention's output, on the router and in experts
+    qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
     fused_qkv, fused_gate_up: HF's name, within a layer, of one tensor for these; None: each has its own
     attention: see `Attention`; partial_rotary: part of a head that rotary positions turn where config.json names none;
     None: all of it, another one is refused; interleaved: they turn pairs of neighbours
@@ -67,6 +68,7 @@ class Variant:
     """
 
     qkv_bias: bool = False
+    bias: bool = False
     qk_norm: bool = False
     fused_qkv: str | None = None
     fused_gate_up: str | None = None
@@ -115,7 +117,7 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
             normalization="RMSNorm",
             gated_linear_unit=True,
             activation_func=variant.activation,
-            add_bias_linear=False,
+            add_bias_linear=variant.bias,
             add_qkv_bias=variant.qkv_bias,
             qk_layernorm=variant.qk_norm,
             **attention.transformer,
@@ -199,8 +201,15 @@ def _grouped(config: dict[str, Any], variant: Variant) -> Part:
                 )
                 for x in "qk"
             ]  # fmt: skip
-        out = ((f"model.layers.{layer}.self_attn.o_proj.weight", (hidden, rows["q"])),)
-        return [*result, Parameter(f"decoder.layers.{layer}.self_attention.linear_proj.weight", out, layer, 1)]
+        hf, megatron = f"model.layers.{layer}.self_attn.", f"decoder.layers.{layer}.self_attention."
+        if variant.attention.sinks:
+            sinks = ((f"{hf}sinks", (heads,)),)
+            result.append(Parameter(f"{megatron}core_attention.sinks", sinks, layer, 0))
+        out = ((f"{hf}o_proj.weight", (hidden, rows["q"])),)
+        result.append(Parameter(f"{megatron}linear_proj.weight", out, layer, 1))
+        if variant.bias:
+            result.append(Parameter(f"{megatron}linear_proj.bias", ((f"{hf}o_proj.bias", (hidden,)),), layer))
+        return result
 
     return Part(dict(num_query_groups=groups, kv_channels=head_dim), parameters)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rltool.errors import UsageError
-from rltool.models.base import Family, Parameter
+from rltool.models.base import Family, Interleaved, Parameter
 from rltool.models.decoder import Part, gated_mlp, refuse, require
 
 
@@ -114,6 +114,38 @@ def mixture_of_experts(
         transformer |= dict(
             moe_shared_expert_intermediate_size=shared.ffn, moe_shared_expert_gate=shared.gate is not None
         )
+    return Part(transformer | router.transformer(experts), parameters)
+
+
+def stacked_experts(*, hidden: int, ffn: int, experts: int, router: Router) -> Part:
+    """As `mixture_of_experts`, with biases, under gpt-oss's names: one tensor of each kind for all experts of a layer,
+    matrices as [inputs, outputs], and the columns of gate and up by turns."""
+    by_turns = {"merge_as": "stack", "parts": (ffn, ffn), "interleaved": (Interleaved(2 * ffn, 0, 2 * ffn),)}
+
+    def parameters(layer: int) -> list[Parameter]:
+        hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
+
+        def stacked(name: str, megatron_name: str, shape: tuple[int, ...], cut: int | None, **more: Any):
+            of_all = ((f"{hf}experts.{name}", (experts, *shape)),)
+            return [
+                Parameter(
+                    f"{megatron}experts.local_experts.{e}.{megatron_name}", of_all, layer, cut, expert=e,
+                    experts=experts, transposed=len(shape) == 2, **more,
+                )
+                for e in range(experts)
+            ]  # fmt: skip
+
+        return [
+            Parameter(f"{megatron}router.weight", ((f"{hf}router.weight", (experts, hidden)),), layer),
+            Parameter(f"{megatron}router.bias", ((f"{hf}router.bias", (experts,)),), layer),
+            # One tensor after the other: all its parts are held until it is complete.
+            *stacked("gate_up_proj", "linear_fc1.weight", (hidden, 2 * ffn), 0, **by_turns),
+            *stacked("gate_up_proj_bias", "linear_fc1.bias", (2 * ffn,), 0, **by_turns),
+            *stacked("down_proj", "linear_fc2.weight", (ffn, hidden), 1),
+            *stacked("down_proj_bias", "linear_fc2.bias", (hidden,), None),
+        ]
+
+    transformer = dict(ffn_hidden_size=ffn, moe_ffn_hidden_size=ffn, num_moe_experts=experts)
     return Part(transformer | router.transformer(experts), parameters)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rltool.errors import UsageError
 from rltool.models.base import Family, Parameter, check_shape
+from rltool.models.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
 from rltool.models.tensor_files import TensorFile
 from rltool.models.weight_files import weight_files
 
@@ -40,7 +41,7 @@ class HFTensors:
 
         UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
         self._stack = ExitStack()
-        self._owner: dict[str, TensorFile] = {}
+        self._owner: dict[str, TensorFile | Mxfp4Tensor] = {}
         with self._stack:
             for path in weight_files(Path(directory)) if files is None else files:
                 file = TensorFile(path)
@@ -49,6 +50,7 @@ class HFTensors:
                     if name in self._owner:
                         raise UsageError(f"{directory}: tensor {name} stands in more than one file")
                     self._owner[name] = file
+            self._join_mxfp4()
             # Open until `close`: everything is in order.
             self._stack = self._stack.pop_all()
 
@@ -58,14 +60,23 @@ class HFTensors:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
+    def _join_mxfp4(self) -> None:
+        """In place of blocks and scales there is the tensor that they are."""
+        for name in [name.removesuffix(BLOCKS) for name in self._owner if name.endswith(BLOCKS)]:
+            blocks, scales = self._owner.get(name + BLOCKS), self._owner.get(name + SCALES)
+            if isinstance(blocks, TensorFile) and isinstance(scales, TensorFile):
+                self._owner[name] = Mxfp4Tensor(name, blocks, scales)
+                del self._owner[name + BLOCKS], self._owner[name + SCALES]
+
     @property
     def names(self) -> set[str]:
         return set(self._owner)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. Raises TensorFileDamaged, NonFiniteWeights."""
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """The tensor, in memory of its own; part: of its first dimension that one alone. Raises TensorFileDamaged,
+        NonFiniteWeights."""
         file = self._owner[name]
-        tensor = file.read(name)
+        tensor = file.read(name, part)
         check_finite(f"{file.path}: {name}", tensor)
         return tensor
 
@@ -77,8 +88,9 @@ class HFTensors:
 
     def merged(self, parameter: Parameter) -> Tensor:
         """The unsharded Megatron tensor of this parameter. Raises ShapeMismatch."""
-        if parameter.merge_as != "stack":
-            return parameter.merge([self.read(name) for name, _ in parameter.hf])
+        if parameter.merge_as != "stack" or parameter.split_copies:
+            part = parameter.expert if parameter.experts else None
+            return parameter.merge([self.read(name, part) for name, _ in parameter.hf])
         # Block by block, so that the two largest matrices of a layer are not in memory twice.
         merged: Tensor | None = None
         for block, (name, shape) in enumerate(parameter.hf):

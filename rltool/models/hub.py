@@ -15,12 +15,12 @@ FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 """What engines and trainer read of a repository; weights in other formats are left where they are."""
 
 
-def local_model(path: Path, *, setting: str = "model.path") -> Path:
+def local_model(path: Path, *, setting: str = "model.path", files: tuple[str, ...] = FILES) -> Path:
     """The directory of a model: `path` itself, or, where it is OWNER/NAME or OWNER/NAME@REVISION
     and there is no path OWNER, that of the hub's cache.
 
-    Anything else is returned as it is, for its reader to report what is wrong. Raises UsageError for a model that
-    cannot be fetched, and names the missing files where HF_HUB_OFFLINE forbids to fetch them.
+    files: what to fetch. Anything else is returned as it is, for its reader to report what is wrong. Raises UsageError
+    for a model that cannot be fetched, and names the missing files where HF_HUB_OFFLINE forbids to fetch them.
     """
     found = _HUB_NAME.match(str(path))
     if found is None or Path(found["name"]).parent.exists():
@@ -36,7 +36,7 @@ def local_model(path: Path, *, setting: str = "model.path") -> Path:
     download = cast("Callable[..., str]", huggingface_hub.snapshot_download)  # pyright: ignore[reportUnknownMemberType]
     try:
         return Path(
-            download(found["name"], revision=found["revision"], allow_patterns=list(FILES))
+            download(found["name"], revision=found["revision"], allow_patterns=list(files))
         )
     except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:300]

@@ -5,16 +5,21 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rltool.config.base import is_list, is_table
+from rltool.config.import_path import load_attribute
 from rltool.errors import UsageError
-from rltool.models import deepseek_v3, gemma3, glm4_moe, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rltool.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from rltool.models.base import Family, FamilyDefinition
 
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
-    module.FAMILY for module in (llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma3, glm4_moe, deepseek_v3)
+    module.FAMILY
+    for module in (
+        llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma3, glm4_moe, deepseek_v3, gpt_oss,
+    )
 )
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
@@ -52,14 +57,32 @@ def _stem(architecture: str) -> str:
     return re.split(r"For[A-Z]", architecture)[0].lower()
 
 
-def family_for(hf_config: dict[str, Any]) -> Family:
-    """The model that this config.json describes. UsageError for an architecture or a feature that is not
-    implemented."""
-    architecture, definition = definition_for(hf_config)
+def family_for(hf_config: dict[str, Any], own: str | None = None) -> Family:
+    """The model that this config.json describes. own: import path of a user's `FamilyDefinition` (model.family), which
+    comes before those here for the architectures that it names.
+
+    UsageError for an architecture or a feature that is not implemented.
+    """
+    definition = load_family(own) if own is not None else None
+    if definition is not None and (named := set(hf_config.get("architectures") or ()) & set(definition.architectures)):
+        architecture = named.pop()
+    else:
+        architecture, definition = definition_for(hf_config)
     try:
-        return definition.build(hf_config)
+        family = definition.build(hf_config)
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"config.json describes no {architecture}: {type(error).__name__}: {error}") from error
+    return family if own is None else replace(family, own=own)
+
+
+def load_family(path: str, *, setting: str = "model.family") -> FamilyDefinition:
+    """A user's own, by its import path. UsageError where there is none."""
+    found = load_attribute(path, setting=setting)
+    if not isinstance(found, FamilyDefinition):
+        raise UsageError(
+            f"{setting} = {path!r}: expected a FamilyDefinition, found {type(found).__name__}; {HOW_TO_ADD}, shows one"
+        )
+    return found
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:

@@ -55,14 +55,15 @@ class TensorFile:
             raise TensorFileDamaged(f"{self.path}: {name} has dtype {found}; known: {', '.join(_DTYPES)}")
         return _DTYPES[found]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, in memory of its own. TensorFileDamaged for a dtype that is not known or sizes that
-        contradict."""
-        entry = self._entries[name]
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """The tensor, in memory of its own; part: of its first dimension that one alone. TensorFileDamaged for a dtype
+        that is not known or sizes that contradict."""
+        entry, dtype = self._entries[name], self.dtype(name)
         (begin, end), shape = entry["data_offsets"], entry["shape"]
-        tensor = torch.empty(shape, dtype=self.dtype(name))
-        if not 0 <= begin <= end or end - begin != tensor.nbytes:
+        if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize:
             raise TensorFileDamaged(f"{self.path}: {name} of shape {shape} has {end - begin} bytes")
+        tensor = torch.empty(shape if part is None else shape[1:], dtype=dtype)
+        begin += (part or 0) * tensor.nbytes
         if tensor.nbytes:
             self._stream.seek(self._start + begin)
             if self._stream.readinto(_bytes_of(tensor)) != tensor.nbytes:

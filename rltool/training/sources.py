@@ -140,7 +140,7 @@ class FakeRollouts(Stateless):
     def __init__(self, config: TrainConfig, record: Path | None) -> None:
         self._config = config
         self._record = record
-        self._vocab_size = family_for(read_hf_config(config.model.path)).vocab_size
+        self._vocab_size = family_for(read_hf_config(config.model.path), config.model.family).vocab_size
 
     def next_batch(self, step: int) -> SourcedBatch:
         rollout, sampling = self._config.rollout, self._config.sampling

@@ -23,8 +23,9 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
+    "gpt_oss",
 )  # fmt: skip
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
+EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
 HEAD_DIM = 32
 """Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
@@ -82,6 +83,17 @@ def hf_config(kind: str, tied: bool, **sizes):
             | dict(rope_parameters=yarn, q_lora_rank=None, n_routed_experts=8, num_experts_per_tok=4)
             | dict(n_group=4, topk_group=2, rms_norm_eps=1e-6),
         ),
+        "gpt_oss": (
+            "GptOssConfig",
+            dict(
+                rope_parameters=dict(rope_type="yarn", rope_theta=5000.0, factor=4.0, truncate=False)
+                | dict(original_max_position_embeddings=64, beta_fast=4.0, beta_slow=1.0),
+                head_dim=HEAD_DIM,
+                num_local_experts=4,
+                num_experts_per_tok=2,
+                sliding_window=8,
+            ),
+        ),
         "glm4_moe_lite": ("Glm4MoeLiteConfig", experts | latent | plain | dict(q_lora_rank=20, n_group=1)),
     }[kind]
     common = dict(
@@ -117,6 +129,8 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
         for name, parameter in [*model.named_parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
+            if "sinks" in name or "gate_up_proj_bias" in name:  # which act, and reach gpt-oss's clamp
+                noise *= 30
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model.eval()
 

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from typer.testing import CliRunner
 
 from rltool.checkpoints import convert, manifest, verify
@@ -55,6 +56,32 @@ def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     before, after = weights(original), weights(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_source_in_mxfp4_is_converted_and_written_as_bfloat16(tmp_path):
+    """Its config.json as on the hub. Numbers at the edges of the format, some experts' scale apart from others'."""
+    original, target = save_hf(tmp_path / "hf", "gpt_oss", tied=False), tmp_path / "back"
+    file, generator = original / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors, expected = load_file(file), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 125, blocks.shape[:-1], generator=generator, dtype=torch.uint8)
+        expected[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    others = {name: t if t.dtype is torch.uint8 else t.bfloat16() for name, t in tensors.items()}
+    save_file(others, file, {"format": "pt"})
+    config = json.loads((original / "config.json").read_text())
+    quantized = {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": []}}
+    (original / "config.json").write_text(json.dumps(config | quantized))
+
+    done = hf_to_torch_dist(original, tmp_path / "dist")
+    assert done.dtype == "bfloat16" and done.tensors_equal == done.tensors and done.logit_difference < 1e-4
+    assert torch_dist_to_hf(tmp_path / "dist", target).logit_difference < 1e-4
+    found = weights(target)
+    expected |= {name: t for name, t in others.items() if t.dtype is torch.bfloat16}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert "quantization_config" not in json.loads((target / "config.json").read_text())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -89,8 +89,8 @@ def case_offload(place, path, batch):
         return results, all(stacked(weights).data_ptr() == weights[0].data_ptr() for weights in every)
 
 
-# glm4_moe: a dense layer, shared experts, a router with a bias.
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "glm4_moe"])
+# glm4_moe: a dense layer, shared experts, a router with a bias; gpt_oss: biases, another activation.
+@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
 def model(request, tmp_path_factory):
     return save_hf(tmp_path_factory.mktemp(request.param), request.param, tied=False)
 
@@ -116,7 +116,8 @@ def test_gradients_are_those_of_experts_one_after_the_other(ranks, model, batch,
         for products in ("grouped", "sequential")
     )
     assert many > 0 and none == 0
-    assert any("experts" in name for name in expected[1]) and any("gate.weight" in name for name in expected[1])
+    routers = ("gate.weight", "router.weight")
+    assert any("experts" in name for name in expected[1]) and any(name.endswith(routers) for name in expected[1])
     assert_same(found, expected, 2e-6)
 
 
@@ -163,7 +164,8 @@ def test_parameters_are_named_alike_and_lie_in_one_piece_where_products_read_the
     ranks, model, products, layout, kind, in_one_piece
 ):
     family = family_for(read_hf_config(model))
-    names = [f"local_experts.{i}.linear_fc{j}.weight" for i in range(family.num_experts) for j in (1, 2)]
+    kinds = ("weight", "bias") if family.transformer["add_bias_linear"] else ("weight",)
+    names = [f"local_experts.{i}.linear_fc{j}.{x}" for i in range(family.num_experts) for j in (1, 2) for x in kinds]
     every = [(kind, names, [in_one_piece] * 2)] * sum(family.expert_layers)
     assert ranks.run(case_kind, 1, model, products, layout)[0] == every
 

@@ -13,11 +13,14 @@ from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
+from rltool.megatron.offload import tensors_of
 from rltool.models.layout import check_layout
+from rltool.models.memory import parameters_of, rank_state
 from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import (
     EXPERTS,
     KINDS,
+    VOCAB,
     definition_of,
     hf_config,
     hf_logprobs,
@@ -34,7 +37,8 @@ LENGTHS = [5, 17, 2, 9, 12, 3, 8, 40]
 
 
 def case(place, path, batch, layout):
-    """The weights as every rank gets them, log-probabilities, and metrics of one step of supervised training."""
+    """The weights as every rank gets them, log-probabilities, metrics of one step of supervised training, and what the
+    rank then holds: (pipeline stage, bytes of each part, parameters)."""
     options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}}
     with closing(make_trainer(place, path, **layout, **options)) as trainer:
         at = trainer.coordinates
@@ -46,7 +50,29 @@ def case(place, path, batch, layout):
         own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         micro_batches = [batch.select(own[:1]), batch.select(own[1:])]
         metrics = trainer.train_step(micro_batches, global_loss_tokens=batch.num_loss_tokens)
-        return exported, logprobs, metrics
+        return exported, logprobs, metrics, held(trainer)
+
+
+def held(trainer):
+    parts = {name: bytes_of(tensors) for name, tensors in tensors_of(trainer.ddp, trainer.optimizer).items()}
+    if trainer.dtype is torch.float32:  # the optimizer updates the parameters themselves
+        parts["optimizer"] -= bytes_of([p for p in trainer.ddp.parameters() if p.requires_grad])
+    return trainer.coordinates.pp_rank, parts, sum(p.numel() for p in trainer.gpt.parameters())
+
+
+def bytes_of(tensors) -> int:
+    """Of the storages behind them, each once, but for scalars."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.dim()}
+    return sum(storages.values())
+
+
+def case_held(place, path, batch, options):
+    """What a rank holds after a step."""
+    with closing(make_trainer(place, path, algorithm={"loss": "sft"}, **options)) as trainer:
+        at = trainer.coordinates
+        own = batch.select(list(range(batch.num_samples))[at.dp_rank :: at.layout.dp])
+        trainer.train_step([own], global_loss_tokens=batch.num_loss_tokens)
+        return held(trainer)
 
 
 def case_reload(place, path, checkpoint, layout, save):
@@ -76,11 +102,20 @@ def case_biases(place, path, batch, layout, dtype, rate):
 
 
 def layouts(kind: str) -> list[tuple[int, dict[str, Any]]]:
-    """(ranks, layout) of one rank and of those that the family's file names. Megatron wants sequence parallelism for
-    experts under tensor parallelism."""
-    tensor = {"trainer": {"sequence_parallel": True}} if kind in EXPERTS else {}
-    cuts = definition_of(kind).layouts
-    return [(1, {}), *((2, {cut: 2, **(tensor if cut == "tp" else {})}) for cut in cuts)]
+    """(ranks, layout) of one rank and of those that the family's file names, some with recomputation. Megatron wants
+    sequence parallelism for experts under tensor parallelism."""
+    more = {"tp": {"sequence_parallel": True} if kind in EXPERTS else {}}
+    more |= {"pp": {"recompute": "full"}, "cp": {"recompute": "selective"}}
+    return [(1, {}), *((2, {cut: 2, "trainer": more.get(cut, {})}) for cut in definition_of(kind).layouts)]
+
+
+def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
+    """Each of `layouts` without recomputation and with either."""
+    return [
+        (world, {**layout, "trainer": {**layout.get("trainer", {}), "recompute": recompute}})
+        for world, layout in layouts(kind)
+        for recompute in ("none", "selective", "full")
+    ]
 
 
 def on_disk(path) -> dict[str, torch.Tensor]:
@@ -105,36 +140,96 @@ def family(request, tmp_path_factory):
 
 
 def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
-    kind, path, batch, logprobs, loss, norm = family
+    compare_with_transformers(ranks, family, layouts(family[0]))
+
+
+@pytest.mark.long
+def test_they_are_with_and_without_recomputation_in_each_layout(ranks, family):
+    compare_with_transformers(ranks, family, every_layout(family[0]))
+
+
+def compare_with_transformers(ranks, family, every):
+    _, path, batch, logprobs, loss, norm = family
     original = on_disk(path)
-    for world, layout in layouts(kind):
+    for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
         metrics = results[0][2]
-        for exported, _, _ in results:
+        for exported, *_ in results:
             assert exported.keys() == original.keys(), layout
             for name, tensor in original.items():
                 assert torch.equal(exported[name], tensor), f"{layout} {name}"
-        for _, found, _ in results:
+        for _, found, *_ in results:
             if found is not None:
                 torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=3e-5, msg=f"{layout}")
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+        sizes = ParallelLayout(world, **{cut: size for cut, size in layout.items() if cut != "trainer"})
+        built = family_for(read_hf_config(path))
+        for *_, (stage, parts, count) in results:
+            memory = rank_state(built, sizes, stage, dtype="float32", distributed=False)
+            assert (memory.weights, memory.gradients) == (parts["parameters"], parts["gradients"]), layout
+            assert memory.optimizer == parts["optimizer"], layout
+            assert world > 1 or count == parameters_of(built).total
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_models_parameters_are_counted_as_transformers_has_them(tmp_path, kind, tied):
+    model = hf_model(kind, tied)
+    hf_config(kind, tied).save_pretrained(tmp_path)
+    family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
+    biases = sum(buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name)
+    found = parameters_of(family)
+    assert found.total == sum(p.numel() for p in model.parameters()) + biases
+    assert found.embedding == (1 if tied else 2) * VOCAB * 64
+    assert (found.active < found.total) == (kind in EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("qwen3", 1, {}),
+        ("qwen3", 2, {"trainer": {"distributed_optimizer": True}}),
+        ("glm4_moe", 2, {"trainer": {"distributed_optimizer": True}, "ep": 2}),
+    ],
+    ids=["one-rank", "distributed", "experts"],
+)
+def test_memory_of_a_rank_in_bf16_is_that_of_its_tensors(ranks, tmp_path, kind, world, options):
+    path, batch = save_hf(tmp_path, kind, tied=True), policy_batch(LENGTHS)
+    layout, distributed = ParallelLayout(world, ep=options.get("ep", 1)), "trainer" in options
+    family = family_for(read_hf_config(path))
+    memory = rank_state(family, layout, 0, dtype="bfloat16", distributed=distributed)
+    for _, parts, _ in ranks.run(case_held, world, path, batch, options | {"dtype": "bfloat16"}):
+        # The distributed optimizer pads each tensor to 64 numbers; the small ones of these models weigh.
+        padding = 64 * len(family.parameters) if distributed else 0
+        assert 0 <= parts["parameters"] - memory.weights <= 2 * padding
+        assert 0 <= parts["gradients"] - memory.gradients <= 4 * padding
+        assert abs(parts["optimizer"] - memory.optimizer) <= 12 * padding
+
+
+def test_checkpoint_of_one_layout_loads_in_another_bit_by_bit(ranks, family, tmp_path):
+    load_in_others(ranks, family, tmp_path, others=1)
+
+
+@pytest.mark.long
 def test_checkpoint_of_one_layout_loads_in_every_other_bit_by_bit(ranks, family, tmp_path):
+    load_in_others(ranks, family, tmp_path, others=3)
+
+
+def load_in_others(ranks, family, tmp_path, others):
+    """others: how many of the layouts behind the one that saved, the first again behind the last."""
     kind, path, *_ = family
     original = on_disk(path)
     # Context parallelism cuts no weights.
     every = [(world, layout) for world, layout in layouts(kind) if "cp" not in layout]
-    for number, (world, saved) in enumerate(every[1:]):
+    for number, (world, saved) in enumerate(every[1:], 1):
         checkpoint = tmp_path / f"step_{number}"
         ranks.run(case_reload, world, path, checkpoint, saved, True)
         converted = tmp_path / f"hf_{number}"
         torch_dist_to_hf(checkpoint, converted, verify=False)
         assert all(torch.equal(on_disk(converted)[name], tensor) for name, tensor in original.items()), f"{saved} -> hf"
-        for other, layout in every:
-            if layout == saved:
-                continue
+        behind = [every[(number + i) % len(every)] for i in range(1, min(others, len(every) - 1) + 1)]
+        for other, layout in behind:
             found = ranks.run(case_reload, other, path, checkpoint, layout, False)[0]
             assert all(torch.equal(found[name], tensor) for name, tensor in original.items()), f"{saved} -> {layout}"
 

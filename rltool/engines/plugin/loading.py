@@ -8,6 +8,7 @@ the first.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any, Protocol, cast
 
 import torch
@@ -31,6 +32,9 @@ class Reload(Protocol):
 
     def begin_reload(self, model: torch.nn.Module) -> None: ...
     def abandon_reload(self, model: torch.nn.Module) -> None: ...
+    def as_taken(
+        self, model: torch.nn.Module, name: str, tensor: torch.Tensor
+    ) -> Iterable[tuple[str, torch.Tensor]]: ...
     def missing_layers(self, model: torch.nn.Module) -> list[str]: ...
     def finish_reload(self, model: torch.nn.Module, model_config: Any) -> None: ...
     def waits(self, layer: torch.nn.Module) -> bool: ...
@@ -91,7 +95,7 @@ class Loader:
             self._names.add(name)
             self.changed = True
             try:
-                taken = cast(Any, model).load_weights([(name, tensor)])
+                taken = cast(Any, model).load_weights(self._reload.as_taken(model, name, tensor))
             except Exception as error:  # a model's loaders assert, or raise whatever they like
                 what = str(error) or "its loader refused it, for its shape or dtype"
                 raise WeightUpdateError(

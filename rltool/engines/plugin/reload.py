@@ -1,5 +1,5 @@
-"""vLLM's layerwise reload, with the four things that it lacks: abandoning an unfinished one, a check that all has
-arrived, and, on the CPU, tied embeddings and mixtures of experts.
+"""vLLM's layerwise reload, with what it lacks: abandoning an unfinished one, a check that all has arrived, gpt-oss,
+and, on the CPU, tied embeddings and mixtures of experts.
 
 During a reload a layer's parameters stand on the meta device until all of its tensors have come; then they are
 processed and copied into the old storage (vllm/model_executor/model_loader/reload/layerwise.py).
@@ -7,8 +7,10 @@ processed and copied into the old storage (vllm/model_executor/model_loader/relo
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Any, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -24,11 +26,17 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, OAIAttention
 
 from rltool.engines.plugin.replay import NotACopy
 
 _KERNELS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 """Experts on the CPU during a reload -> the kernel that they had before it."""
+
+_SINKS: WeakSet[torch.nn.Module] = WeakSet()
+"""Layers whose attention sinks have not come yet."""
+_OF_ALL_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bias)?)")
+"""gpt-oss's names of tensors that hold all experts of a layer."""
 
 COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Kinds of layers whose parameters, on a GPU, are the checkpoint's tensors, merged and cut but not changed."""
@@ -38,7 +46,41 @@ def begin_reload(model: torch.nn.Module) -> None:
     """Start anew, whatever an earlier update left behind."""
     abandon_reload(model)
     initialize_layerwise_reload(model)
+    _leave_sinks_in_place(model)
     _set_expert_kernels_aside(model)
+
+
+def as_taken(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """A tensor under the names under which the model's loader takes it in a reload.
+
+    vLLM 0.32's gpt-oss writes a tensor of all experts straight into its parameter, which stands on the meta device: no
+    error, and nothing is loaded. Expert by expert it goes through the loaders that the reload has wrapped.
+    """
+    if not isinstance(model, GptOssForCausalLM):
+        yield name, tensor
+    elif found := _OF_ALL_EXPERTS.fullmatch(name):
+        block, kind = found.groups()
+        yield from ((f"{block}.{expert}.{kind}", part) for expert, part in enumerate(tensor))
+    else:
+        if name.endswith(".self_attn.sinks"):
+            _SINKS.discard(model.get_submodule(name.replace(".self_attn.sinks", ".attn")))
+        yield name, tensor
+
+
+def _leave_sinks_in_place(model: torch.nn.Module) -> None:
+    """Attention sinks are written straight into their parameter, too: that of the running engine, then."""
+    for layer in model.modules():
+        if isinstance(layer, OAIAttention):
+            _place_kernel_tensors(layer, info := get_layerwise_info(layer))
+            info.reset()
+            _SINKS.add(layer)
+
+
+def _renew_copies_of_sinks(model: torch.nn.Module) -> None:
+    """Of attention kernels that have one in another dtype."""
+    for layer in model.modules():
+        if isinstance(layer, OAIAttention) and (held := cast(Any, layer).attn.impl.sinks) is not layer.sinks:
+            held.copy_(layer.sinks)
 
 
 @torch.no_grad()
@@ -50,6 +92,7 @@ def abandon_reload(model: torch.nn.Module) -> None:
     """
     for layer in model.modules():
         info = get_layerwise_info(layer)
+        _SINKS.discard(layer)
         kernel = _KERNELS.pop(layer, None)
         if info.can_load() and info.kernel_tensors is not None:
             _place_kernel_tensors(layer, info)
@@ -76,11 +119,12 @@ def missing_layers(model: torch.nn.Module) -> list[str]:
         )
         if info.load_numel < expected:
             missing.append(f"{name} ({info.load_numel} of {expected} elements)")
-    return missing
+    return missing + [f"{name}.sinks" for name, layer in model.named_modules() if layer in _SINKS]
 
 
 def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     finalize_layerwise_reload(model, model_config)
+    _renew_copies_of_sinks(model)
     _KERNELS.clear()
     _mend_tied_head(model)
 

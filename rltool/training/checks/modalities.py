@@ -38,7 +38,7 @@ def check_samples(config: TrainConfig, samples: Sequence[Sample]) -> None:
 
 
 def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
-    family = family_for(read_hf_config(config.model.path))
+    family = family_for(read_hf_config(config.model.path), config.model.family)
     if family.modalities.issuperset(kinds):
         return None
     return (

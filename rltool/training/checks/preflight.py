@@ -22,6 +22,7 @@ from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
+from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.training.checks.disaggregated import check_halves
@@ -297,6 +298,8 @@ def engine_problems(
             f"has a vocabulary of {info.vocab_size}, the trainer's model one of {model.get('vocab_size')}; token ids "
             "would not mean the same"
         )
+    if trainer_device is not None and is_mxfp4(info.model_config):
+        problems.append(f"serves MXFP4 files, and takes no bfloat16 weights then; {AS_BFLOAT16}")
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(

@@ -25,7 +25,9 @@ def routing_of(family: Family) -> Routing:
 
 def wanted_routing(config: TrainConfig) -> Routing | None:
     """What rollouts ask the engines for; None where nothing is replayed."""
-    return routing_of(family_for(read_hf_config(config.model.path))) if config.algorithm.routing_replay else None
+    if not config.algorithm.routing_replay:
+        return None
+    return routing_of(family_for(read_hf_config(config.model.path), config.model.family))
 
 
 def check_rollout_engines(config: TrainConfig, infos: Mapping[str, EngineInfo], *, router: str | None) -> None:

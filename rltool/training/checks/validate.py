@@ -24,7 +24,8 @@ from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
-from rltool.models.registry import family_for, read_hf_config
+from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
+from rltool.models.registry import family_for, load_family, read_hf_config
 from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
 from rltool.rollout.data.own import load_own_source
@@ -101,7 +102,19 @@ def check_model(config: TrainConfig) -> None:
     """The model is there, and the trainer can build it and cut it: an unknown architecture is refused by name."""
     check_model_directory(config.model.path)
     trainer = config.trainer
-    family = family_for(read_hf_config(config.model.path))
+    hf_config = read_hf_config(config.model.path)
+    own = config.model.family
+    family = family_for(hf_config, own)
+    if own is not None and family.architecture not in load_family(own).architectures:
+        raise UsageError(
+            f"model.family = {own!r} builds {', '.join(load_family(own).architectures)}, but {config.model.path} is a "
+            f"{family.architecture}"
+        )
+    if config.needs_engines and config.engines.mode != "external" and is_mxfp4(hf_config):
+        raise UsageError(
+            f"model.path: {config.model.path} is in MXFP4, and engines that serve it take no bfloat16 weights; "
+            f"{AS_BFLOAT16}"
+        )
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
     if config.algorithm.routing_replay:
         routing_of(family)
@@ -132,13 +145,13 @@ def check_weights(config: TrainConfig) -> None:
                 )
         else:
             with HFTensors(path) as tensors:
-                check_tensors(family_for(read_hf_config(path)), tensors, path)
+                check_tensors(family_for(read_hf_config(path), config.model.family), tensors, path)
 
 
 def check_teacher(family: Family, model: Path, teacher: Path) -> None:
     """The teacher's tensors have the names and shapes of the model's: its weights are swapped into the model."""
     check_model_directory(teacher, setting="model.teacher_path")
-    theirs = family_for(read_hf_config(teacher)).hf_tensors()
+    theirs = family_for(read_hf_config(teacher), family.own).hf_tensors()
     if theirs != family.hf_tensors():
         raise UsageError(
             f"model.teacher_path: {teacher} has other tensors than model.path ({model}); a teacher takes the model's "
@@ -162,7 +175,7 @@ def check_teachers_tokenizer(config: TrainConfig, tokenizer: Tokenizer) -> None:
 def check_critic(family: Family, model: Path, critic: Path) -> Family:
     """The critic reads the tokens that the policy writes. Architecture and size are its own."""
     check_model_directory(critic, setting="critic.path")
-    theirs = family_for(read_hf_config(critic))
+    theirs = family_for(read_hf_config(critic), family.own)
     if theirs.vocab_size != family.vocab_size:
         raise UsageError(
             f"critic.path: {critic} has a vocabulary of {theirs.vocab_size} tokens, model.path ({model}) one of "

@@ -16,18 +16,13 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import MEMORY_FRACTION, CacheSize, may_set_cache
 from rltool.engines.dialects.parallel_flags import parallel_sizes
 from rltool.models.base import Family
+from rltool.models.memory import BESIDE_BYTES, GIB, USED, parameters_of, rank_state
 from rltool.models.registry import family_for, read_hf_config
 
-GIB = 1 << 30
 BLOCK_TOKENS = 16
 """A sequence takes whole blocks (vLLM's default on GPUs)."""
 UNEVEN = 1.25
 """Requests go to the engine with the fewest, and answers differ in length: one engine may have more than its share."""
-BESIDE_BYTES = 5 * GIB
-"""Of an engine, beside weights and KV cache: activations of its largest batch, CUDA graphs, logits in float32."""
-USED = 0.9
-"""Of a GPU, at most, where trainer and engines are on it at once: CUDA contexts, buffers and fragments need the
-rest."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,7 @@ def engine_memory(config: TrainConfig, gpu_bytes: int | None) -> EngineMemory:
     if gpu_bytes is None or not config.engines.shares_gpus or not _is_bounded(config):
         return NOT_SET
     hf_config = read_hf_config(config.model.path)
-    family, engines = family_for(hf_config), sum(group.count for group in groups)
+    family, engines = family_for(hf_config, config.model.family), sum(group.count for group in groups)
     caches: dict[str, CacheSize] = {}
     lines = []
     for group in groups:
@@ -85,11 +80,11 @@ def _has_room(config: TrainConfig, family: Family, caches: Mapping[str, CacheSiz
 
 
 def trainer_bytes(config: TrainConfig, family: Family) -> int:
-    """What a rank holds between two steps: parameters, float32 gradients, Adam's moments and, in 16 bit, float32
-    parameters."""
-    trainer, layout, half = config.trainer, config.trainer.layout, config.model.dtype == "bfloat16"
-    optimizer = (12 if half else 8) / (layout.replica_size if trainer.distributed_optimizer else 1)
-    return int(parameters_of(family) / (layout.tp * layout.pp) * ((2 if half else 4) + 4 + optimizer))
+    """What a rank holds between two steps, that of the pipeline stage which holds most."""
+    trainer, dtype = config.trainer, config.model.dtype
+    distributed = trainer.distributed_optimizer
+    stages = range(trainer.pipeline_parallel)
+    return max(rank_state(family, trainer.layout, s, dtype=dtype, distributed=distributed).state for s in stages)
 
 
 def batch_tokens(config: TrainConfig, engines: int) -> int:
@@ -115,11 +110,7 @@ def token_bytes(family: Family, hf_config: Mapping[str, object], group: EngineGr
 def weight_bytes(family: Family, group: EngineGroup) -> int:
     """Of an engine's weights on each of its GPUs, about."""
     sizes = parallel_sizes(group)
-    return parameters_of(family) * _item_bytes(group) // (sizes.tp * sizes.pp)
-
-
-def parameters_of(family: Family) -> int:
-    return sum(math.prod(parameter.merged_shape) for parameter in family.parameters)
+    return parameters_of(family).total * _item_bytes(group) // (sizes.tp * sizes.pp)
 
 
 def _is_bounded(config: TrainConfig) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import socket
 from collections import Counter
 from datetime import datetime
 from typing import Any
 
 from rltool.config.train import TrainConfig
+from rltool.models.memory import parameters_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.report.page import installed_versions
 from rltool.training.checks.preflight import ProbedFleet
@@ -16,7 +16,7 @@ from rltool.training.checks.preflight import ProbedFleet
 
 def run_facts(config: TrainConfig, devices: str, fleet: ProbedFleet | None) -> dict[str, Any]:
     """JSON-able. devices: of the trainer's ranks, in words; fleet: None where no engine was probed at the start."""
-    family = family_for(read_hf_config(config.model.path))
+    family = family_for(read_hf_config(config.model.path), config.model.family)
     engines = Counter(f"{info.dialect} {info.engine_version}" for info in fleet.infos.values()) if fleet else Counter()
     return {
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
@@ -24,7 +24,7 @@ def run_facts(config: TrainConfig, devices: str, fleet: ProbedFleet | None) -> d
         "device": devices,
         "engines": ", ".join(f"{count} {name}" for name, count in engines.items()) or None,
         "model": f"{family.architecture} {config.model.path}",
-        "parameters": sum(math.prod(shape) for _, shape in family.hf_tensors()),
+        "parameters": parameters_of(family).total,
         "steps": config.steps,
         "versions": installed_versions(),
     }

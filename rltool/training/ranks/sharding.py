@@ -71,7 +71,9 @@ class Sharder:
 
     def __init__(self, config: TrainConfig) -> None:
         self._trainer = config.trainer
-        self._cost = family_for(read_hf_config(config.model.path)).cost() if config.trainer.balance == "flops" else None
+        self._cost = None
+        if config.trainer.balance == "flops":
+            self._cost = family_for(read_hf_config(config.model.path), config.model.family).cost()
 
     def shard(self, batch: TrainBatch) -> Shards:
         lengths = batch.lengths.tolist()

@@ -71,6 +71,9 @@ class DirectReload:
     def abandon_reload(self, model: Any) -> None:
         self.log.append("abandon")
 
+    def as_taken(self, model: Any, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        return [(name, tensor)]
+
     def missing_layers(self, model: Any) -> list[str]:
         return []
 

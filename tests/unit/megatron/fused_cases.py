@@ -72,6 +72,13 @@ def gated_and_scaled(dtype, rows, width):
     return difference(values_and_gradients(fused.swiglu, x, scale), values_and_gradients(kernels.swiglu, x, scale))
 
 
+def gated_and_clamped(dtype, rows, width):
+    """gpt-oss's kind, with its bound within the numbers."""
+    x, scale, kind = randn(rows, 2 * width, dtype=dtype), randn(rows).sigmoid(), kernels.Gate(1.7, 1.0, 0.6)
+    ours = values_and_gradients(lambda x, scale: fused.swiglu(x, scale, *kind), x, scale)
+    return difference(ours, values_and_gradients(lambda x, scale: kernels.swiglu(x, scale, kind), x, scale))
+
+
 def rows_summed(dtype, rows, width, groups):
     """Against the sums written out; one group has no row."""
     generator = torch.Generator().manual_seed(rows)
@@ -160,6 +167,7 @@ def main() -> None:
         found[f"rotation {name}"] = rotation(dtype, 11, 3, 24)
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
         found[f"gated and scaled {name}"] = gated_and_scaled(dtype, 7, 2100)
+        found[f"gated and clamped {name}"] = gated_and_clamped(dtype, 7, 2100)
         found[f"rows summed {name}"] = rows_summed(dtype, 41, 96, 9)
         found[f"added to each {name}"] = added_to_each(dtype, 3, 2400, 7)
         for keep in (False, True):

@@ -71,6 +71,13 @@ def test_rotation_keeps_lengths_and_depends_on_differences_of_positions_only():
     assert not torch.allclose((at(query, 7) * at(key, 3)).sum(), (at(query, 7) * at(key, 4)).sum(), atol=1e-2)
 
 
+def test_another_kind_of_swiglu_clamps_both_halves_and_adds_to_the_second():
+    x = torch.tensor([[0.5, 3.0, -3.0, 0.25, 3.0, -3.0]])
+    gate, up = torch.tensor([0.5, 2.0, -3.0]), torch.tensor([0.25, 2.0, -2.0])
+    expected = gate * torch.sigmoid(1.5 * gate) * (up + 1)
+    torch.testing.assert_close(kernels.swiglu(x, kind=kernels.Gate(1.5, 1.0, 2.0))[0], expected)
+
+
 def test_swiglu_gates_the_second_half_by_the_first():
     x = randn(3, 8)
     torch.testing.assert_close(kernels.swiglu(x), F.silu(x[:, :4]) * x[:, 4:])

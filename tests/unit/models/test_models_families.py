@@ -39,15 +39,18 @@ def random_hf_state(family):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_every_hf_tensor_survives_merge_shard_unshard_split(architecture, tp):
     experts = dict(num_experts=4, n_routed_experts=4, first_k_dense_replace=1, num_experts_per_tok=2, n_group=1)
+    experts |= dict(num_local_experts=4)
     family = family_for(hf_config(architecture, moe_intermediate_size=8, **experts))
     assert len({parameter.name for parameter in family.parameters}) == len(family.parameters)
     state = random_hf_state(family)
     for parameter in family.parameters:
-        merged = parameter.merge([state[name] for name, _ in parameter.hf])
+        own = {name: state[name][parameter.expert] if parameter.experts else state[name] for name, _ in parameter.hf}
+        merged = parameter.merge(list(own.values()))
+        assert merged.shape == parameter.merged_shape
         shards = [parameter.shard(merged, rank, tp) for rank in range(tp)]
         assert len({shard.shape for shard in shards}) == 1
         for (name, _), tensor in zip(parameter.hf, parameter.split(parameter.unshard(shards)), strict=True):
-            assert torch.equal(tensor, state[name]), name
+            assert torch.equal(tensor, own[name]), name
 
 
 def test_gate_and_up_are_cut_separately():

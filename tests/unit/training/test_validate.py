@@ -140,6 +140,7 @@ def info(**changes) -> EngineInfo:
         ({"model_config": {**MODEL, "hidden_size": 32}}, "gloo", "another model: hidden_size is 32.*is 64"),
         ({"model_config": {"text_config": {**MODEL, "hidden_size": 32}}}, "gloo", "another model"),
         ({"weight_backend": None}, "gloo", "has no weight transfer"),
+        ({"model_config": {**MODEL, "quantization_config": {"quant_method": "mxfp4"}}}, "gloo", "serves MXFP4 files"),
         ({"weight_backend": "nccl", "plugin": False}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
         ({"weight_backend": "rltool"}, "nccl", "cannot be sent weights over nccl"),

@@ -1,0 +1,72 @@
+"""gpt-oss (20b, 120b): learned attention sinks, a sliding window in every other layer, biases on every product, and
+experts with a clamped SwiGLU. Checkpoints in MXFP4 are read as bfloat16 (`mxfp4`)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltool.errors import UsageError
+from rltool.models.base import WITH_EXPERTS, Attention, Family, FamilyDefinition
+from rltool.models.decoder import Variant, decoder, refuse, require
+from rltool.models.experts import Router, stacked_experts
+from rltool.models.mxfp4 import unquantized
+
+DEFAULTS = {
+    "head_dim": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 131072,
+    "rope_theta": 150000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
+"""transformers' defaults, which config.json may leave out."""
+
+
+def swish(x: Tensor, alpha: float) -> Tensor:
+    """x * sigmoid(alpha x) (Ramachandran et al. 2017, arXiv 1710.05941)."""
+    return x * torch.sigmoid(alpha * x)
+
+
+def build(config: dict[str, Any]) -> Family:
+    config = unquantized({**DEFAULTS, **config})
+    refuse(config, hidden_act="silu", attention_bias=True)
+    if not config.get("rope_parameters") and not config.get("rope_scaling"):
+        config["rope_scaling"] = YARN
+    layers, hidden, ffn = require(config, "num_hidden_layers", "hidden_size", "intermediate_size")
+    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise UsageError(f"config.json: layer_types must name sliding_attention or full_attention for {layers} layers")
+    window, top_k = config["sliding_window"], config["num_experts_per_tok"]
+    feed_forward = stacked_experts(
+        hidden=hidden, ffn=ffn, experts=config["num_local_experts"], router=Router(top_k, normalize=True)
+    )
+    variant = Variant(
+        qkv_bias=True,
+        bias=True,
+        attention=Attention(
+            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds), sinks=True
+        ),
+        activation=partial(swish, alpha=config["swiglu_alpha"]),
+        feed_forward=feed_forward,
+        transformer={"glu_linear_offset": 1.0, "activation_func_clamp_value": config["swiglu_limit"]},
+    )
+    return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("GptOssForCausalLM",),
+    build=build,
+    opens="gpt-oss-20b and 120b, in MXFP4 (read as bfloat16, exported so) or not",
+    special="attention sinks, a window in every other layer, biases on every product, clamped SwiGLU in experts",
+    refuses="engines on MXFP4 files; writing MXFP4",
+    layouts=WITH_EXPERTS,
+)

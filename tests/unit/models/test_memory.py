@@ -1,0 +1,120 @@
+"""Memory of a model in training and in an engine, against what was measured; the answers of `rltool models`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks.trainer_speed import SHAPES
+from rltool.cli import main
+from rltool.config.sections import TrainerConfig
+from rltool.errors import UsageError
+from rltool.models.estimate import Asked, estimate
+from rltool.models.memory import GIB, USED, engine_bytes, fitting_layout, parameters_of, training_memory
+from rltool.models.registry import FAMILIES, family_for
+from tests.unit.models.test_models_families import hf_config, latent_config
+
+
+def family_of(shape: str, **changes):
+    return family_for({"architectures": ["Qwen2ForCausalLM"], **SHAPES[shape], **changes})
+
+
+@pytest.mark.parametrize(
+    ("peak", "shape", "trainer"),
+    [
+        (30.3, "0.5B", {"recompute_head": False, "head_chunk_tokens": 4096}),
+        (59, "1.5B", {}),
+        (63.2, "1.5B", {"recompute_head": False}),
+        (49.5, "1.5B", {"recompute": "selective"}),
+        (46, "1.5B", {"recompute": "full", "recompute_layers": 6}),
+        (29, "1.5B", {"recompute": "full"}),
+        (132.0, "7B", {"recompute": "full", "max_tokens_per_micro_batch": 8192}),
+        (112.1, "7B", {"recompute": "selective", "world_size": 4, "distributed_optimizer": True}),
+        (56.6, "30B-A3B", {}),
+        (119.6, "30B-A3B", {"max_tokens_per_micro_batch": 32768}),
+    ],
+)
+def test_the_estimate_is_what_was_measured_on_h200s_or_a_little_more(peak, shape, trainer):
+    """Peaks of docs/benchmarks.md and docs/parallelism.md, in GiB; micro-batches there are not quite full."""
+    layers = {"num_hidden_layers": 8} if peak == 119.6 else {}
+    trainer = TrainerConfig(**{"max_tokens_per_micro_batch": 16384, **trainer})
+    found = training_memory(family_of(shape, **layers), trainer, dtype="bfloat16").total / GIB
+    assert 0.99 * peak < found < 1.065 * peak
+
+
+def test_the_layout_that_is_found_fits_and_one_gpu_less_of_it_does_not():
+    family = family_of("7B")
+    trainer, memory = fitting_layout(family, gpus=2, gpu_bytes=80 * GIB, tokens=16384)
+    assert memory == training_memory(family, trainer, dtype="bfloat16")
+    assert memory.total <= USED * 80 * GIB
+    assert trainer.world_size == 2 and trainer.sequence_parallel == (trainer.tensor_parallel > 1)
+    assert fitting_layout(family, gpus=1, gpu_bytes=80 * GIB, tokens=16384) is None
+    least = fitting_layout(family_of("0.5B"), gpus=4, gpu_bytes=80 * GIB, tokens=16384)[0]
+    assert (least.tensor_parallel, least.pipeline_parallel, least.recompute) == (1, 1, "none")
+
+
+def test_experts_are_spread_where_they_do_not_fit_otherwise():
+    trainer, _ = fitting_layout(family_of("30B-A3B", num_hidden_layers=48), gpus=8, gpu_bytes=141 * GIB, tokens=16384)
+    assert trainer.expert_parallel * trainer.tensor_parallel * trainer.pipeline_parallel > 1
+
+
+def test_an_engines_cache_is_of_what_its_attention_keeps():
+    assert engine_bytes(family_of("7B")).cache == 2 * 28 * 4 * 128 * 2
+    assert engine_bytes(family_of("7B"), tensor_parallel=2).cache == 28 * 4 * 128 * 2
+    latent = latent_config()
+    kept = 2 * (latent["kv_lora_rank"] + latent["qk_rope_head_dim"]) * 2
+    assert engine_bytes(family_for(latent)).cache == engine_bytes(family_for(latent), tensor_parallel=2).cache == kept
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 4}
+    windows = engine_bytes(family_for(hf_config("Gemma3ForCausalLM", **kinds)))
+    assert (windows.cache, windows.windowed) == (2 * 2 * 4 * 2, 8 * 2 * 2 * 4 * 2)
+
+
+def written(tmp_path, config):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def test_a_checkpoint_that_is_not_supported_is_an_answer_with_its_reason_and_exit_code_1(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["models", str(written(tmp_path, hf_config("Qwen2VLForConditionalGeneration")))])
+    assert end.value.code == 1
+    told = " ".join(capsys.readouterr().out.split())
+    assert told.startswith("no: unsupported architecture") and "Qwen2ForCausalLM" in told
+    with pytest.raises(SystemExit) as end:
+        main(["models", str(written(tmp_path, hf_config(use_sliding_window=True))), "--json"])
+    assert end.value.code == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["supported"] and "use_sliding_window" in answer["why_not"]
+
+
+def test_the_json_of_a_checkpoint_has_the_numbers_of_the_lines(tmp_path, capsys):
+    config = {"architectures": ["Qwen2ForCausalLM"], **SHAPES["7B"]}
+    words = ["models", str(written(tmp_path, config)), "--gpus", "4", "--gpu-memory", "80"]
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--json", "--set", "trainer.tensor_parallel=2", "--set", 'trainer.recompute="full"'])
+    assert end.value.code == 0
+    answer = json.loads(capsys.readouterr().out)
+    trainer = TrainerConfig(world_size=4, tensor_parallel=2, recompute="full", max_tokens_per_micro_batch=16384)
+    expected = training_memory(family_for(config), trainer, dtype="bfloat16")
+    assert answer["training"]["total"] == expected.total and answer["trainer"]["tensor_parallel"] == 2
+    assert answer["parameters"]["total"] == parameters_of(family_for(config)).total == 7_615_616_512
+    with pytest.raises(SystemExit):
+        main(words)
+    told = capsys.readouterr().out
+    assert "7,615,616,512" in told and "fits 4 x 80 GiB" in told and "57,344 bytes a token" in told
+
+
+def test_a_layout_that_the_model_cannot_have_is_refused_with_its_key(tmp_path):
+    asked = Asked(3, 80 * GIB, 16384, "bfloat16", ("trainer.tensor_parallel=3",))
+    with pytest.raises(UsageError, match="tensor_parallel = 3"):
+        estimate(written(tmp_path, hf_config()), asked)
+
+
+def test_the_list_has_every_family(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["models", "--json"])
+    assert end.value.code == 0
+    listed = json.loads(capsys.readouterr().out)["families"]
+    assert [family["opens"] for family in listed] == [family.opens for family in FAMILIES]
+    assert all(family["layouts"] and "engines" in family for family in listed)
