@@ -18,8 +18,9 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects.table import dialect
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet
+from rltool.engines.plugin.server import RELOAD_PATH, STARTING_VERSION
 from rltool.engines.transfer import wire
-from rltool.engines.types import TensorMeta
+from rltool.engines.types import HttpRequest, TensorMeta
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
 from rltool.weights.connections import Trainer
@@ -36,6 +37,7 @@ from tests.e2e.weights import (
     TIMEOUT,
     Sender,
     buckets_of,
+    first_model,
     mean_difference,
     new_request,
     perturbed_model,
@@ -101,6 +103,20 @@ def test_after_a_sync_the_engine_computes_with_the_trainers_weights(engine, tran
         assert mean_difference(before, sample) > DIFFERENT
         assert [span.version for span in sample.versions] == ["two"]
         assert (await sender.client.probe(engine.endpoint)).weight_version == "two"
+
+    session(engine, scenario)
+
+
+def test_the_weights_that_an_engine_started_with_can_be_loaded_again(engine):
+    async def scenario(sender: Sender):
+        first, after = first_model(engine.launch.model), perturbed_model(engine.launch.model, seed=2)
+        await sender.gloo(tensors_of(after), "two")
+        assert mean_difference(after, await sender.one()) < EQUAL
+        await sender.control([HttpRequest("POST", RELOAD_PATH)])
+        sample = await sender.one()
+        assert mean_difference(first, sample) < EQUAL
+        assert mean_difference(after, sample) > DIFFERENT
+        assert [span.version for span in sample.versions] == [STARTING_VERSION]
 
     session(engine, scenario)
 

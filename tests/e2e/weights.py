@@ -33,9 +33,13 @@ IN_ONE_REQUEST = PluginControl()
 PROMPT = (40, 41, 17, 90, 33, 5, 64, 22)
 
 
+def first_model(directory: Path):
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
 def perturbed_model(directory: Path, *, seed: int):
     """The checkpoint with noise on every parameter: weights that no engine has seen."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = first_model(directory)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -8,7 +8,7 @@ the first.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -25,6 +25,11 @@ NAMED_IN_ERRORS = 5
 
 class WeightUpdateError(RuntimeError):
     """An update that cannot be applied; the text goes to the trainer."""
+
+
+def missing_error(missing: Sequence[str]) -> WeightUpdateError:
+    more = f" and {len(missing) - NAMED_IN_ERRORS} more" if len(missing) > NAMED_IN_ERRORS else ""
+    return WeightUpdateError(f"the update is incomplete: {', '.join(missing[:NAMED_IN_ERRORS])}{more}")
 
 
 class Reload(Protocol):
@@ -112,8 +117,7 @@ class Loader:
             assert self._plan is not None
             missing = self._plan.missing(set(self._buckets))
         if missing:
-            more = f" and {len(missing) - NAMED_IN_ERRORS} more" if len(missing) > NAMED_IN_ERRORS else ""
-            raise WeightUpdateError(f"the update is incomplete: {', '.join(missing[:NAMED_IN_ERRORS])}{more}")
+            raise missing_error(missing)
         if self._reloading:
             self._reload.finish_reload(model, model_config)
             self._learn(model)

@@ -13,6 +13,7 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -22,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
+from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
@@ -127,6 +129,27 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
     _renew_copies_of_sinks(model)
     _KERNELS.clear()
     _mend_tied_head(model)
+
+
+def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
+    """Load the checkpoint that the engine started from again; returns missing_layers, and then keeps those of before.
+
+    In place of vLLM's reload_weights (model_loader/reload/inplace.py), which knows nothing of what this module adds: a
+    tied head on the CPU keeps the matrix of before, and gpt-oss takes none of its experts' tensors, without an error.
+    """
+    loader = get_model_loader(vllm_config.load_config)
+    if not hasattr(loader, "get_all_weights"):
+        raise NotImplementedError(f"weights of load_format {vllm_config.load_config.load_format} cannot be loaded again")
+    with set_current_vllm_config(vllm_config):
+        begin_reload(model)
+        tensors = cast(Any, loader).get_all_weights(vllm_config.model_config, model)
+        cast(Any, model).load_weights(taken for name, tensor in tensors for taken in as_taken(model, name, tensor))
+        missing = missing_layers(model)
+        if missing:
+            abandon_reload(model)
+        else:
+            finish_reload(model, vllm_config.model_config)
+    return missing
 
 
 def waits(layer: torch.nn.Module) -> bool:

@@ -28,7 +28,7 @@ from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answ
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
 from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
-from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, hear_all_workers
+from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
 
 RELOAD_PATH = "/rltool/reload_weights"
@@ -156,7 +156,8 @@ class ServerMiddleware:
         client = request.app.state.engine_client
         try:
             await client.update_weight_version(INCOMPLETE_VERSION)
-            await ask_workers(client, "reload_weights")
+            if failure := failure_in(await ask_workers(client, "rltool_reload_checkpoint")):
+                raise RuntimeError(failure)
             await client.update_weight_version(STARTING_VERSION)
         except Exception as error:
             logger.exception("the weights could not be loaded again")

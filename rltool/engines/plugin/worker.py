@@ -20,6 +20,8 @@ class WeightUpdateRecovery:
     # Declared and not assigned: vLLM refuses an extension with an attribute that its worker has.
     weight_transfer_engine: Any
     _weight_update_active: bool
+    model_runner: Any
+    vllm_config: Any
     start_weight_update: Callable[[], None]
     update_weights: Callable[[dict[str, Any]], None]
     finish_weight_update: Callable[[], None]
@@ -56,6 +58,21 @@ class WeightUpdateRecovery:
             self.update_weights(update_info)
 
         return _failure_of(update)
+
+    def rltool_reload_checkpoint(self) -> str:
+        """The weights that the server started with, again. Returns why it failed, or ""."""
+
+        def load() -> None:
+            from rltool.engines.plugin.loading import missing_error
+            from rltool.engines.plugin.reload import reload_checkpoint
+
+            self.rltool_end_unfinished_update()
+            if missing := reload_checkpoint(self.model_runner.get_model(), self.vllm_config):
+                raise missing_error(missing)
+            self.model_runner.reset_encoder_cache()
+            self.model_runner.reset_mm_cache()
+
+        return _failure_of(load)
 
     def rltool_call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """One of this worker's own methods. Returns why it failed, or ""."""
