@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rltool.megatron.model import build_model, forward, global_names, rotary_positions
+from rltool.megatron.output_head import capped
 from rltool.megatron.packing import pack
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import EMBEDDING, Family, Parameter
@@ -52,7 +53,8 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
     else:
         _in_turn([model.output_layer], fill, _drop)
     with runtime.mode():
-        return forward(model, tokens, pack(lengths, runtime.device))[:, : family.vocab_size]
+        logits = forward(model, tokens, pack(lengths, runtime.device))[:, : family.vocab_size]
+    return capped(logits, family.logit_softcap)
 
 
 @torch.no_grad()
@@ -63,7 +65,8 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
 
     # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    attend = "eager" if family.attention.sinks else "sdpa"  # which transformers refuses for sinks
+    # transformers' "sdpa" refuses sinks, and leaves scores uncapped without a word.
+    attend = "eager" if family.attention.sinks or family.attention.softcap is not None else "sdpa"
     with _parameters_without_memory():
         model = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attend, trust_remote_code=False

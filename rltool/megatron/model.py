@@ -160,6 +160,9 @@ def build_model(
             bias_as_parameter(cast(Any, layer.mlp).router, counts=trainer.router_bias_update_rate > 0)
     # With it Megatron would move them itself: see `RouterBiases`.
     config.moe_router_enable_expert_bias = False
+    if family.attention.norm_whole:
+        # With it Megatron would sum the gradients of these norms over tensor-parallel ranks, which it takes for copies.
+        config.qk_layernorm = False
     _mark_sharded(model, family)
     model.to(device)
     if wanted(trainer.expert_products, device, dtype):

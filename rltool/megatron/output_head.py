@@ -31,6 +31,7 @@ def head_logprobs(
     temperature: float,
     vocab_size: int,
     group: dist.ProcessGroup | None = None,
+    softcap: float | None = None,
     chunk: int = CHUNK,
     keep: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -39,13 +40,29 @@ def head_logprobs(
 
     hidden: [R, H], each the state that predicts its target; weight: [V / tp, H], this rank's slice, padded vocabulary
     rows last; targets: [R] int64, global ids; group: the tensor-parallel ranks, which must all call with the same
-    rows. Differentiable in hidden and weight, through both results. The gradient of hidden is this rank's slice's:
-    sum it over the group (Megatron's copy_to or gather_from regions do). That of the weight is summed over chunks in
-    fp32, in place in `weight.main_grad` where Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp]
-    probabilities in hidden's dtype until the backward pass, which then needs no second product for them.
+    rows; softcap: of the logits, before the temperature, see `capped`. Differentiable in hidden and weight, through
+    both results. The gradient of hidden is this rank's slice's: sum it over the group (Megatron's copy_to or
+    gather_from regions do). That of the weight is summed over chunks in fp32, in place in `weight.main_grad` where
+    Megatron's data-parallel wrapper has put one. keep: hold [R, V / tp] probabilities in hidden's dtype until the
+    backward pass, which then needs no second product for them; not with a softcap, whose slope needs the logits.
     """
-    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, chunk, keep)
+    keep = keeps(keep, softcap, hidden, weight)
+    return _HeadLogprobs.apply(hidden, weight, targets, temperature, vocab_size, group, softcap, chunk, keep)
+
+
+def keeps(wanted: bool, softcap: float | None, hidden: Tensor, weight: Tensor) -> bool:
+    """Whether probabilities are kept for the backward pass."""
+    return wanted and softcap is None and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), in place (Gemma 2, arXiv 2408.00118, section 2); None: the logits."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def slope_of_cap(capped_logits: Tensor, softcap: float | None) -> Tensor | None:
+    """d capped / d logits, elementwise; None: 1 everywhere."""
+    return None if softcap is None else 1 - (capped_logits / softcap).square_()
 
 
 class _HeadLogprobs(torch.autograd.Function):
@@ -58,6 +75,7 @@ class _HeadLogprobs(torch.autograd.Function):
         temperature: float,
         vocab_size: int,
         group: dist.ProcessGroup | None,
+        softcap: float | None,
         chunk: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -70,7 +88,7 @@ class _HeadLogprobs(torch.autograd.Function):
         stats[0] = torch.finfo(torch.float32).min
         kept: list[tuple[Tensor | None, Tensor | None]] = []
         for rows in chunks(len(targets), chunk) if real else ():
-            logits = product(hidden[rows], weight[:real].t())
+            logits = capped(product(hidden[rows], weight[:real].t()), softcap)
             wanted = hidden.dtype if keep else None
             stats[:, rows], *held = vocabulary_statistics(logits, local[rows], 1 / temperature, wanted)
             if keep:
@@ -94,7 +112,7 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, local, log_total, entropy, chosen)
         ctx.kept = kept if keep else None
         # Not among the saved tensors: those would come back without the attributes that Megatron put on the parameter.
-        ctx.weight, ctx.real, ctx.scale, ctx.chunk = weight, real, 1 / temperature, chunk
+        ctx.weight, ctx.real, ctx.scale, ctx.chunk, ctx.softcap = weight, real, 1 / temperature, chunk, softcap
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropy
 
@@ -113,19 +131,23 @@ class _HeadLogprobs(torch.autograd.Function):
         for number, rows in enumerate(chunks(len(local), ctx.chunk) if real else ()):
             states = hidden[rows]
             if ctx.kept is None:
-                source, tops = product(states, weight[:real].t()), None
+                source, tops = capped(product(states, weight[:real].t()), ctx.softcap), None
             else:
                 (source, tops), ctx.kept[number] = ctx.kept[number], None
+            slope = slope_of_cap(source, ctx.softcap)
             grad = vocabulary_gradient(
                 source, tops, log_total[rows], probability[rows], entropy[rows], local[rows],
-                by_logprob[rows], None if by_entropy is None else by_entropy[rows], ctx.scale, hidden.dtype,
+                by_logprob[rows], None if by_entropy is None else by_entropy[rows], ctx.scale,
+                hidden.dtype if slope is None else torch.float32,
             )  # fmt: skip
+            if slope is not None:
+                grad = grad.mul_(slope).to(hidden.dtype)
             del source, tops
             if hidden_grad is not None:
                 torch.mm(grad, weight[:real], out=hidden_grad[rows])
             if total is not None:
                 add_product(total[:real], grad.t(), states)
-        return hidden_grad, weight_result(weight, total, in_place), *[None] * 6
+        return hidden_grad, weight_result(weight, total, in_place), *[None] * 7
 
 
 def chunks(length: int, chunk: int) -> list[slice]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rltool.megatron.kernels import vocabulary_gradient, vocabulary_statistics
-from rltool.megatron.output_head import CHUNK, chunks, weight_buffer, weight_result
+from rltool.megatron.output_head import CHUNK, capped, chunks, keeps, slope_of_cap, weight_buffer, weight_result
 from rltool.megatron.products import add_product, product
 
 TAKEN_OUT = -1e30
@@ -46,7 +46,7 @@ class HeadOutputs(NamedTuple):
 @torch.no_grad()
 def head_topk(
     hidden: Tensor, weight: Tensor, k: int, *, temperature: float, vocab_size: int,
-    group: dist.ProcessGroup | None = None, chunk: int = CHUNK,
+    group: dist.ProcessGroup | None = None, softcap: float | None = None, chunk: int = CHUNK,
 ) -> TopK:  # fmt: skip
     """The k most probable tokens of softmax(hidden[i] @ weight.T / temperature) at each of R positions.
 
@@ -59,7 +59,7 @@ def head_topk(
     ids = torch.full((rows_in_all, k), -1, dtype=torch.int32, device=device)
     nowhere = torch.full((rows_in_all,), -1, device=device)
     for rows in chunks(rows_in_all, chunk) if real else ():
-        logits = product(hidden[rows], weight[:real].t())
+        logits = capped(product(hidden[rows], weight[:real].t()), softcap)
         stats[:, rows] = vocabulary_statistics(logits, nowhere[rows], 1 / temperature)[0]
         best = logits.topk(min(k, real), dim=-1)
         values[rows, : min(k, real)] = best.values / temperature
@@ -74,7 +74,7 @@ def head_topk(
 
 def head_logprobs_of(
     hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, *, temperature: float, vocab_size: int,
-    group: dist.ProcessGroup | None = None, chunk: int = CHUNK, keep: bool = False,
+    group: dist.ProcessGroup | None = None, softcap: float | None = None, chunk: int = CHUNK, keep: bool = False,
 ) -> HeadOutputs:  # fmt: skip
     """As `output_head.head_logprobs`, and besides the log-probabilities of ids [R, K], distinct tokens of each
     position, and of all others together. Differentiable through all four.
@@ -82,8 +82,8 @@ def head_logprobs_of(
     An id below 0 stands for no token: its value is 0, without a gradient. What is passed back to the logits of the
     given tokens and of the target is computed for them alone, in fp32, whatever `keep` is.
     """
-    keep = keep and torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    given = hidden, weight, targets, ids, temperature, vocab_size, group, chunk, keep
+    keep = keeps(keep, softcap, hidden, weight)
+    given = hidden, weight, targets, ids, temperature, vocab_size, group, softcap, chunk, keep
     return HeadOutputs(*_HeadLogprobsOf.apply(*given))
 
 
@@ -145,7 +145,7 @@ class _HeadLogprobsOf(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ids: Tensor, temperature: float, vocab_size: int,
-        group: dist.ProcessGroup | None, chunk: int, keep: bool,
+        group: dist.ProcessGroup | None, softcap: float | None, chunk: int, keep: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         offset, real = _slice(weight, vocab_size, group)
         scale, ids = 1 / temperature, ids.long()
@@ -158,7 +158,7 @@ class _HeadLogprobsOf(torch.autograd.Function):
         chosen = torch.zeros(columns.shape, dtype=torch.float32, device=hidden.device)
         kept: list[tuple[Tensor | None, Tensor | None]] = []
         for rows in chunks(len(targets), chunk) if real else ():
-            logits = product(hidden[rows], weight[:real].t())
+            logits = capped(product(hidden[rows], weight[:real].t()), softcap)
             whole[:, rows] = vocabulary_statistics(logits, place[rows, 0], scale)[0]
             chosen[rows] = logits.gather(-1, place[rows]) * scale
             _take_out(logits, place[rows], own[rows])
@@ -172,7 +172,7 @@ class _HeadLogprobsOf(torch.autograd.Function):
         ctx.save_for_backward(hidden, place, own, hit, ids, logprobs, log_total, entropy, tail)
         ctx.kept = kept if keep else None
         # Not among the saved tensors: see output_head.
-        ctx.weight, ctx.real, ctx.scale, ctx.chunk = weight, real, scale, chunk
+        ctx.weight, ctx.real, ctx.scale, ctx.chunk, ctx.softcap = weight, real, scale, chunk, softcap
         ctx.set_materialize_grads(False)
         return logprobs[:, 0].clone(), entropy, logprobs[:, 1:].masked_fill(ids < 0, 0.0), tail
 
@@ -198,24 +198,28 @@ class _HeadLogprobsOf(torch.autograd.Function):
         hidden_grad = torch.zeros_like(hidden) if for_hidden else None
         total, in_place = weight_buffer(weight) if for_weight else (None, False)
         for number, rows in enumerate(chunks(len(tail), ctx.chunk) if real else ()):
-            states = hidden[rows]
+            states, slope = hidden[rows], None
             if ctx.kept is None:
-                source, tops = product(states, weight[:real].t()), None
+                source, tops = capped(product(states, weight[:real].t()), ctx.softcap), None
+                slope = slope_of_cap(source, ctx.softcap)
                 _take_out(source, place[rows], own[rows])
             else:
                 (source, tops), ctx.kept[number] = ctx.kept[number], None
             # Of the others: each column gets -(by_logprob - for_others) p, and of those taken out p is 0.
             grad = vocabulary_gradient(
                 source, tops, log_total[rows], probability[rows], entropy[rows], nowhere[rows],
-                (by_logprob - for_others)[rows], by_entropy[rows], scale, hidden.dtype,
+                (by_logprob - for_others)[rows], by_entropy[rows], scale,
+                hidden.dtype if slope is None else torch.float32,
             )  # fmt: skip
             del source, tops
             grad.scatter_add_(-1, place[rows], torch.where(own[rows], exact[rows] * scale, 0.0).to(grad.dtype))
+            if slope is not None:
+                grad = grad.mul_(slope).to(hidden.dtype)
             if hidden_grad is not None:
                 torch.mm(grad, weight[:real], out=hidden_grad[rows])
             if total is not None:
                 add_product(total[:real], grad.t(), states)
-        return hidden_grad, weight_result(weight, total, in_place), *[None] * 7
+        return hidden_grad, weight_result(weight, total, in_place), *[None] * 8
 
 
 def _take_out(logits: Tensor, place: Tensor, own: Tensor) -> None:

@@ -262,6 +262,7 @@ class MegatronTrainer(TrainedModel):
             "temperature": self.temperature,
             "vocab_size": self.family.vocab_size,
             "group": self.runtime.tp_group,
+            "softcap": self.family.logit_softcap,
             "chunk": self.config.head_chunk_tokens,
         }
 

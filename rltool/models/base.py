@@ -257,6 +257,7 @@ class Family:
     transformer: keyword arguments of Megatron's TransformerConfig
     parameters: every Megatron parameter of the model, in the order in which weights are exported
     embedding_scale: what the embedding's output is multiplied with; None: nothing
+    logit_softcap: logits are logit_softcap * tanh(logit / logit_softcap); None: as they are
     norms: where a layer normalises: "pre", the inputs of attention and MLP; "post", their outputs, before these are
     added to the residual; "sandwich", both
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
@@ -274,6 +275,7 @@ class Family:
     parameters: tuple[Parameter, ...]
     attention: Attention = Attention()
     embedding_scale: float | None = None
+    logit_softcap: float | None = None
     norms: Literal["pre", "post", "sandwich"] = "pre"
     carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()

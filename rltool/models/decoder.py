@@ -45,6 +45,18 @@ def refuse_sliding_window(config: dict[str, Any]) -> None:
         )
 
 
+def windows(config: dict[str, Any], full_every: int) -> tuple[int | None, ...]:
+    """`Attention.windows` by `layer_types` and `sliding_window`; without the former each `full_every`-th layer has
+    none."""
+    layers, window = require(config, "num_hidden_layers", "sliding_window")
+    kinds = config.get("layer_types") or [
+        "sliding_attention" if (layer + 1) % full_every else "full_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise UsageError(f"config.json: layer_types must name sliding_attention or full_attention for {layers} layers")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 @dataclass(frozen=True)
 class Part:
     """Attention, or what stands in the place of a dense MLP. transformer: for Megatron's configuration;

@@ -12,15 +12,34 @@ from typing import Any
 from rltool.config.base import is_list, is_table
 from rltool.config.import_path import load_attribute
 from rltool.errors import UsageError
-from rltool.models import deepseek_v3, gemma3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from rltool.models import (
+    deepseek_v3,
+    gemma2,
+    gemma3,
+    glm4,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    olmoe,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    smollm3,
+)
 from rltool.models.base import Family, FamilyDefinition
 
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
     module.FAMILY
     for module in (
-        llama, qwen2, qwen3, qwen3_moe, mistral, mixtral, gemma3, glm4_moe, deepseek_v3, gpt_oss,
+        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
+        glm4_moe, deepseek_v3, gpt_oss,
     )
-)
+)  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'
 

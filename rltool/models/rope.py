@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,23 @@ def rotary(head_dim: int, config: dict[str, Any], settings: dict[str, Any] | Non
     scale = attention_factor(settings) if settings["rope_type"] == "yarn" else 1.0
     context = config.get("max_position_embeddings")
     return Rotary(inverse_frequencies(head_dim, {"max_position_embeddings": context, **settings}), scale)
+
+
+def two_rotaries(head_dim: int, config: dict[str, Any], *, sliding_theta: float) -> Rotary:
+    """Of layers that see everything, and in `Rotary.sliding` of those with a window.
+
+    config.json has an entry per kind of layer since transformers 5; before, `rope_theta` and the scaling were those of
+    the full layers alone.
+    """
+    by_kind: dict[str, Any] = config.get("rope_parameters") or {}
+    full: dict[str, Any] = by_kind.get("full_attention") or config.get("rope_scaling") or {}
+    sliding: dict[str, Any] = by_kind.get("sliding_attention") or {}
+    settings = (
+        rope_settings({"rope_theta": config.get("rope_theta"), "rope_parameters": full}),
+        rope_settings({"rope_theta": sliding_theta, "rope_parameters": sliding}),
+    )
+    of_full, of_sliding = (rotary(head_dim, config, each) for each in settings)
+    return replace(of_full, sliding=of_sliding)
 
 
 def inverse_frequencies(head_dim: int, settings: dict[str, Any]) -> Tensor:

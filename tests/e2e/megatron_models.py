@@ -23,9 +23,16 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
-    "gpt_oss",
+    "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss",
 )  # fmt: skip
-EXPERTS = ("qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+EXPERTS = (
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss",
+)  # fmt: skip
+ZERO_CENTRED = ("gemma2", "gemma3")
+"""Norms multiply by 1 + weight."""
+FEW = ("glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2")
+"""Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
+as well."""
 HEAD_DIM = 32
 """Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
@@ -43,6 +50,9 @@ def hf_config(kind: str, tied: bool, **sizes):
     # Of the files on the hub, which vLLM reads and transformers does not.
     experts |= dict(topk_method="noaux_tc", scoring_func="sigmoid")
     latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
+    # transformers gives the embedding of padding no gradient.
+    olmo = dict(pad_token_id=None)
+    odd = dict(num_attention_heads=6)  # which do not divide the hidden size
     name, special = {
         "qwen2": ("Qwen2Config", plain),
         "llama": ("LlamaConfig", dict(rope_parameters=dict(rope_type="llama3", rope_theta=5000.0, **llama3))),
@@ -65,6 +75,42 @@ def hf_config(kind: str, tied: bool, **sizes):
                     full_attention=dict(rope_type="linear", rope_theta=5000.0, factor=4.0),
                 ),
             ),
+        ),
+        "gemma2": (
+            "Gemma2Config",
+            plain
+            | dict(head_dim=HEAD_DIM, query_pre_attn_scalar=24, sliding_window=8, attn_implementation="eager")
+            | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, pad_token_id=None),
+        ),
+        "glm4": (
+            "Glm4Config",
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.5),
+                head_dim=HEAD_DIM,
+                pad_token_id=None,
+            ),
+        ),
+        "olmo2": ("Olmo2Config", plain | olmo | odd),
+        "olmo3": (
+            "Olmo3Config",
+            olmo
+            | dict(num_key_value_heads=4)
+            | dict(
+                sliding_window=8,
+                rope_parameters=dict(
+                    sliding_attention=dict(rope_type="default", rope_theta=5000.0),
+                    full_attention=yarn,
+                ),
+            ),
+        ),
+        "olmoe": ("OlmoeConfig", plain | olmo | dict(num_key_value_heads=4, num_experts=4, num_experts_per_tok=2)),
+        "smollm3": ("SmolLM3Config", plain | dict(no_rope_layers=[1, 0, 1, 0], pad_token_id=None)),
+        "phi3": ("Phi3Config", plain | odd | dict(pad_token_id=None)),
+        "qwen2_moe": (
+            "Qwen2MoeConfig",
+            plain
+            | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+            | dict(shared_expert_intermediate_size=40, mlp_only_layers=[1]),
         ),
         "glm4_moe": (
             "Glm4MoeConfig",
@@ -122,8 +168,7 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
-    # Gemma's norms multiply by 1 + weight.
-    centre = 0.0 if kind == "gemma3" else 1.0
+    centre = 0.0 if kind in ZERO_CENTRED else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]

@@ -17,7 +17,7 @@ from rltool.checkpoints.manifest import CheckpointDamaged
 from rltool.checkpoints.verify import ConversionMismatch
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
-from tests.e2e.megatron_models import KINDS, hf_model, save_hf
+from tests.e2e.megatron_models import FEW, KINDS, hf_model, save_hf
 
 pytestmark = pytest.mark.e2e
 
@@ -39,7 +39,11 @@ def source(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(("kind", "tied"), [(kind, tied) for kind in KINDS for tied in (True, False)])
+def in_time(kind: str, *more: bool, long: bool):
+    return pytest.param(kind, *more, marks=[pytest.mark.long] * (long and kind in FEW))
+
+
+@pytest.mark.parametrize(("kind", "tied"), [in_time(kind, tied, long=tied) for kind in KINDS for tied in (True, False)])
 def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     original = save_hf(tmp_path / "hf", kind, tied)
     file, predicting = original / "model.safetensors", 0
@@ -84,7 +88,7 @@ def test_a_source_in_mxfp4_is_converted_and_written_as_bfloat16(tmp_path):
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [in_time(kind, long=True) for kind in KINDS])
 def test_wrong_value_in_what_was_written_is_caught(tmp_path, kind, monkeypatch):
     """In one expert, one norm, one projection: whatever comes last in the file order of the family."""
     original = save_hf(tmp_path / "hf", kind, tied=True)

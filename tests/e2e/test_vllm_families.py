@@ -3,6 +3,7 @@ up."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -23,35 +24,44 @@ EQUAL = 1e-4
 DIFFERENT = 0.1
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, Any]]:
+LONG = ("glm4", "olmo2", "olmoe", "smollm3", "phi3", "qwen2_moe")
+FAMILIES = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
+
+
+@functools.cache
+def found_of(kinds: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     """What tests.e2e.vllm_families says of each family. One process, and one engine at a time, for all of them."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.vllm_families"], capture_output=True, text=True, timeout=SECONDS - 30
+        [sys.executable, "-m", "tests.e2e.vllm_families", *kinds], capture_output=True, text=True, timeout=SECONDS - 30
     )
     assert done.returncode == 0, done.stderr[-4000:]
     entries = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"family"')]
     return {entry["family"]: entry for entry in entries}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_vllm_computes_with_exported_weights_what_transformers_does_with_the_original(found, kind):
-    assert found[kind]["exported"] < EQUAL, found[kind]
+@pytest.fixture
+def found(kind: str) -> dict[str, Any]:
+    return found_of(LONG if kind in LONG else tuple(each for each in KINDS if each not in LONG))[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found, kind):
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_vllm_computes_with_exported_weights_what_transformers_does_with_the_original(found):
+    assert found["exported"] < EQUAL, found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found):
     """The first over gloo, the second over disk; on a CPU vLLM multiplies with packed copies of the weights."""
-    assert all(moved > DIFFERENT for moved in found[kind]["moved"]), found[kind]
-    assert all(difference < EQUAL for difference in found[kind]["synced"]), found[kind]
+    assert all(moved > DIFFERENT for moved in found["moved"]), found
+    assert all(difference < EQUAL for difference in found["synced"]), found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sync_replaces_packed_copies_and_keeps_none_of_the_old(found, kind):
-    after, before = found[kind]["copies"]
-    assert after == before > 0, found[kind]
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_sync_replaces_packed_copies_and_keeps_none_of_the_old(found):
+    after, before = found["copies"]
+    assert after == before > 0, found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_update_that_is_given_up_half_way_leaves_an_engine_that_computes(found, kind):
-    assert found[kind]["abandoned"] < EQUAL, found[kind]
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_an_update_that_is_given_up_half_way_leaves_an_engine_that_computes(found):
+    assert found["abandoned"] < EQUAL, found

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,14 @@ from tests.ranks import flat_bytes
 
 HIDDEN = 128
 """With four heads, a head size of 32: vLLM's smallest on the CPU."""
-TOKENS = 40
+PROMPT = torch.randint(3, VOCAB, (40,), generator=torch.Generator().manual_seed(3))
 BUCKET_BYTES = 1 << 18
 """Less than the experts of a layer: they arrive in several buckets."""
 TIMEOUT = 60.0
 Tensors = dict[str, torch.Tensor]
 
 
-TIED = ("qwen2", "gemma3")
+TIED = ("qwen2", "gemma2", "gemma3", "smollm3")
 LATENT = {
     kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
     for kind in ("deepseek_v3", "glm4_moe_lite")
@@ -72,7 +73,7 @@ def rotate_in_plain_torch() -> None:
 
 
 def model_of(kind: str, seed: int):
-    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, **LATENT.get(kind, {}))
+    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, num_attention_heads=4, **LATENT.get(kind, {}))
 
 
 def convert(kind: str, work: Path) -> Path:
@@ -197,16 +198,29 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
-def compare(kind: str, model: Path, work: Path) -> dict[str, Any]:
-    tokens = torch.randint(3, VOCAB, (TOKENS,), generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        expected = [hf_logprobs(model_of(kind, seed), tokens, 1.0) for seed in range(3)]
+@dataclass
+class Case:
+    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each."""
+
+    model: Path
+    weights: list[Tensors]
+    expected: list[torch.Tensor]
+
+
+@torch.no_grad()
+def prepare(kind: str, work: Path) -> Case:
+    weights = [weights_of(kind, seed, work / str(seed)) for seed in range(3)]
+    return Case(convert(kind, work), weights, [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in range(3)])
+
+
+def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
+    expected, tokens = case.expected, PROMPT
     if kind in LATENT:
         rotate_in_plain_torch()
-    with engine_of(model) as engine:
+    with engine_of(case.model) as engine:
 
         def after(send: Callable[..., None], seed: int) -> float:
-            tensors = weights_of(kind, seed, work / str(seed))
+            tensors = case.weights[seed]
             buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
             send(engine, tensors, buckets, work)
             return difference(vllm_logprobs(engine, tokens), expected[seed])
@@ -220,11 +234,12 @@ def compare(kind: str, model: Path, work: Path) -> dict[str, Any]:
 
 def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
-        # All conversions first: vLLM leaves process groups of its own behind.
-        models = {kind: convert(kind, Path(work) / kind) for kind in kinds}
-        for kind, model in models.items():
+        # All that is without vLLM first: it leaves process groups behind, and changes classes of transformers that it
+        # serves families by.
+        cases = {kind: prepare(kind, Path(work) / kind) for kind in kinds}
+        for kind, case in cases.items():
             started = time.monotonic()
-            found = compare(kind, model, Path(work) / kind)
+            found = compare(kind, case, Path(work) / kind)
             seconds = round(time.monotonic() - started, 1)
             print(json.dumps({"family": kind, **found, "seconds": seconds}), flush=True)
 

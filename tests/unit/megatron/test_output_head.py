@@ -20,9 +20,11 @@ def inputs(dtype, seed=0):
     return hidden.to(dtype), weight.to(dtype), targets, torch.randn(2, ROWS, generator=generator)
 
 
-def plain(hidden, weight, targets, temperature):
+def plain(hidden, weight, targets, temperature, softcap=None):
     """As the definition says, in fp64."""
-    logprobs = torch.log_softmax(hidden.double() @ weight[:VOCAB].double().t() / temperature, dim=-1)
+    logits = hidden.double() @ weight[:VOCAB].double().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
@@ -43,9 +45,9 @@ def run(function, dtype, temperature, coefficients=(1.0, 1.0)):
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
 
 
-def fused(chunk, keep=False):
+def fused(chunk, keep=False, softcap=None):
     return lambda hidden, weight, targets, temperature: head_logprobs(
-        hidden, weight, targets, temperature=temperature, vocab_size=VOCAB, chunk=chunk, keep=keep
+        hidden, weight, targets, temperature=temperature, vocab_size=VOCAB, softcap=softcap, chunk=chunk, keep=keep
     )
 
 
@@ -60,6 +62,19 @@ def test_values_and_gradients_in_fp32_equal_the_unfused_path_and_the_definition(
             strict=True,
         ):
             torch.testing.assert_close(found, expected.float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("softcap", [0.5, 3.0])
+@pytest.mark.parametrize("coefficients", [(1.0, 0.0), (0.0, 1.0), (1.0, -0.4)])
+def test_capped_logits_have_the_values_and_gradients_of_the_definition(coefficients, softcap, keep):
+    def definition(*given):
+        return plain(*given, softcap)
+
+    for dtype, close in ((torch.float32, 2e-6), (torch.bfloat16, 1e-2)):
+        found = run(fused(5, keep, softcap), dtype, 0.7, coefficients)
+        for mine, exact in zip(found, run(definition, dtype, 0.7, coefficients), strict=True):
+            assert (mine.double() - exact.double()).norm() / exact.double().norm() < close
 
 
 @pytest.mark.parametrize("keep", [False, True])

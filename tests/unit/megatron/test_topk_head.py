@@ -33,17 +33,20 @@ def inputs(dtype, seed=0):
     return hidden.to(dtype), weight.to(dtype), targets, ids.int(), factors
 
 
-def plain(hidden, weight, targets, ids, temperature):
+def plain(hidden, weight, targets, ids, temperature, softcap=None):
     """As the definition says, in fp64."""
-    logp = torch.log_softmax(hidden.double() @ weight[:VOCAB].double().t() / temperature, dim=-1)
+    logits = hidden.double() @ weight[:VOCAB].double().t()
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logp = torch.log_softmax(logits / temperature, dim=-1)
     others = logp.scatter(-1, ids.long(), -torch.inf).logsumexp(-1)
     chosen = logp.gather(-1, targets[:, None]).squeeze(-1)
     return chosen, -(logp.exp() * logp).sum(-1), logp.gather(-1, ids.long()), others
 
 
-def fused(chunk, keep=False):
+def fused(chunk, keep=False, softcap=None):
+    options = dict(vocab_size=VOCAB, softcap=softcap, chunk=chunk, keep=keep)
     return lambda hidden, weight, targets, ids, temperature: head_logprobs_of(
-        hidden, weight, targets, ids, temperature=temperature, vocab_size=VOCAB, chunk=chunk, keep=keep
+        hidden, weight, targets, ids, temperature=temperature, **options
     )
 
 
@@ -67,6 +70,28 @@ def test_values_and_gradients_in_fp32_equal_the_definition(chunk, used, keep):
     )
     for found, expected in pairs:
         torch.testing.assert_close(found, expected.float(), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("used", [(0, 0, 1, 0), (0, 0, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0), (1.0, -0.4, 0.8, 2.0)])
+def test_capped_logits_have_the_values_and_gradients_of_the_definition(used, keep):
+    def definition(*given):
+        return plain(*given, 3.0)
+
+    pairs = zip(
+        run(fused(5, keep, 3.0), torch.float32, 0.7, used), run(definition, torch.float32, 0.7, used), strict=True
+    )
+    for found, expected in pairs:
+        torch.testing.assert_close(found, expected.float(), rtol=2e-5, atol=2e-5)
+
+
+def test_the_best_of_capped_logits_have_their_capped_probabilities():
+    hidden, weight, *_ = inputs(torch.float32)
+    found = head_topk(hidden, weight, K, temperature=0.7, vocab_size=VOCAB, softcap=3.0, chunk=5)
+    targets = torch.zeros(ROWS, dtype=torch.long)
+    expected = plain(hidden, weight, targets, torch.arange(VOCAB).expand(ROWS, -1), 0.7, 3.0)[2].topk(K)
+    assert torch.equal(found.ids.long(), expected.indices)
+    torch.testing.assert_close(found.logprobs, expected.values.float(), rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("keep", [False, True])

@@ -163,6 +163,23 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
         ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("Gemma3ForCausalLM", {"hidden_activation": "gelu"}, "hidden_activation"),
         ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("Gemma2ForCausalLM", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("Gemma2ForCausalLM", {"sliding_window": None}, "sliding_window"),
+        ("Glm4ForCausalLM", {"hidden_act": "gelu"}, "hidden_act"),
+        ("Olmo2ForCausalLM", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("Olmo3ForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("Olmo3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv = 8.0"),
+        ("OlmoeForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, "no_rope_layers names 1 layers"),
+        ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
+        ("SmolLM3ForCausalLM", {"mlp_bias": True}, "mlp_bias"),
+        ("Phi3ForCausalLM", {"sliding_window": 32}, "sliding_window = 32"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not implemented for this"),
+        ("Phi3ForCausalLM", {"resid_pdrop": 0.1}, "resid_pdrop"),
+        ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias"),
+        ("Qwen2MoeForCausalLM", {"use_sliding_window": True}, "sliding-window"),
         ("DeepseekV3ForCausalLM", {"n_group": 8, "topk_group": 2}, "n_group 8, topk_group 2"),
         ("DeepseekV3ForCausalLM", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("DeepseekV3ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method"),
@@ -201,6 +218,35 @@ def test_gemma3_reads_both_spellings_of_layers_and_ropes():
     assert torch.equal(*(family.rotary.sliding.inverse_frequencies for family in families))
     plain = inverse_frequencies(32, rope_settings({"rope_theta": 1e6}))
     assert torch.allclose(families[0].rotary.inverse_frequencies, plain / 8)
+
+
+def test_what_small_families_leave_out_of_their_config_is_transformers_default():
+    sizes = dict(num_hidden_layers=8, rope_theta=None, rms_norm_eps=None, tie_word_embeddings=None)
+    left_out = ("rope_theta", "rms_norm_eps", "tie_word_embeddings", "max_position_embeddings")
+
+    def family(architecture: str, **changes):
+        config = hf_config(architecture, **sizes)
+        return family_for({name: value for name, value in config.items() if name not in left_out} | changes)
+
+    gemma = family("Gemma2ForCausalLM")
+    assert gemma.tied_embeddings and (gemma.logit_softcap, gemma.attention.softcap) == (30.0, 50.0)
+    assert gemma.attention.windows == (4096, None) * 4
+    assert family("Gemma2ForCausalLM", final_logit_softcapping=None).logit_softcap is None
+    olmo = family("Olmo3ForCausalLM")
+    assert olmo.attention.windows == (4096, 4096, 4096, None) * 2 and olmo.norms == "post"
+    assert olmo.transformer["layernorm_epsilon"] == 1e-5
+    assert olmo.rotary.sliding.inverse_frequencies[1] == pytest.approx(5e5**-0.5)
+    glm = family("Glm4ForCausalLM")
+    assert glm.transformer["add_qkv_bias"] and glm.transformer["layernorm_epsilon"] == 1.5625e-7
+    assert len(glm.rotary.inverse_frequencies) == 128 // 4 and glm.norms == "sandwich"
+    smol = family("SmolLM3ForCausalLM")
+    assert smol.transformer["no_rope_freq"] == [0, 0, 0, 1] * 2 and smol.tied_embeddings
+    assert smol.rotary.inverse_frequencies[1] == pytest.approx(2e6**-0.5)
+    moe = family("Qwen2MoeForCausalLM", decoder_sparse_step=2, mlp_only_layers=[3])
+    assert moe.expert_layers == [False, True, False, False, False, True, False, True]
+    assert moe.num_experts == 60 and moe.transformer["moe_shared_expert_intermediate_size"] == 5632
+    assert family("Phi3ForCausalLM").max_position_embeddings == 4096
+    assert family("OlmoeForCausalLM").transformer["moe_router_topk"] == 8
 
 
 def test_router_weights_are_normalised_as_the_family_says():

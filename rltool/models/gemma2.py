@@ -1,0 +1,58 @@
+"""Gemma 2: norms with (1 + weight) before and after attention and MLP, GeGLU, scaled embedding, every second layer with
+a sliding window, and bounded scores and logits."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+
+from rltool.models.base import Attention, Family, FamilyDefinition
+from rltool.models.decoder import Variant, decoder, refuse, require, windows
+from rltool.models.gemma3 import NORMS
+
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+"""transformers' defaults, which config.json may leave out; of the caps null means none."""
+FULL_EVERY = 2
+"""Of the layers, where config.json does not name their kinds."""
+
+
+def build(config: dict[str, Any]) -> Family:
+    config = {**DEFAULTS, **config}
+    refuse(
+        config,
+        hidden_activation="gelu_pytorch_tanh",
+        attention_bias=False,
+        use_bidirectional_attention=False,
+    )
+    (hidden,) = require(config, "hidden_size")
+    variant = Variant(
+        activation=partial(F.gelu, approximate="tanh"),
+        norms=NORMS,
+        attention=Attention(windows=windows(config, FULL_EVERY), softcap=config["attn_logit_softcapping"]),
+        transformer=dict(
+            layernorm_zero_centered_gamma=True, softmax_scale=float(config["query_pre_attn_scalar"]) ** -0.5
+        ),
+        extra=dict(embedding_scale=hidden**0.5, logit_softcap=config["final_logit_softcapping"]),
+    )
+    return decoder(config, variant)
+
+
+FAMILY = FamilyDefinition(
+    architectures=("Gemma2ForCausalLM",),
+    build=build,
+    opens="Gemma 2",
+    special="as Gemma 3, with softcapped scores and logits, without norms of queries and keys, one rope",
+    refuses="bidirectional attention, biases",
+)
