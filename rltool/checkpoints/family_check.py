@@ -129,8 +129,8 @@ def _worst_gradient(ours: Measured, theirs: Measured, family: Any) -> tuple[floa
     worst, found, count = 0.0, "none", 0
     for name, gradient in ours.gradients.items():
         parameter = family.parameter(name)
-        # Experts that transformers stacks have no gradients of their own there; the norm compares them.
-        if any(getattr(theirs.gradients.get(hf), "shape", None) != shape for hf, shape in parameter.hf):
+        # Experts that lie in one tensor have no gradients of their own there; the norm compares them.
+        if parameter.experts or any(hf not in theirs.gradients for hf, _ in parameter.hf):
             continue
         expected = parameter.merge([theirs.gradients[hf] for hf, _ in parameter.hf])
         difference = float((gradient[: len(expected)] - expected).norm() / (expected.norm() + 1e-3 * theirs.norm))
@@ -157,6 +157,9 @@ def small(config: dict[str, Any]) -> dict[str, Any]:
         result["sliding_window"] = WINDOW
     if (config.get("n_group") or 1) > 1:  # twice as many experts as chosen groups, as DeepSeek-V3
         result |= {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+    heads = config.get("num_attention_heads")
+    if heads is not None and config.get("num_key_value_heads") == heads:
+        result["num_key_value_heads"] = result["num_attention_heads"]
     if "qk_rope_head_dim" in result:  # which transformers derives these from
         rotary = result["qk_rope_head_dim"]
         result |= {"head_dim": rotary, "qk_head_dim": rotary + result["qk_nope_head_dim"]}
