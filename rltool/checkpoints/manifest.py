@@ -36,6 +36,8 @@ class Manifest:
     distributed_optimizer: how its optimizer state is cut; it loads into an optimizer of the same kind only
     config: of the run, secrets masked; for people, nothing is read from it
     metrics: of the step after which it was saved
+    lora: where the weights are adapters alone: rank, alpha, targets, and of the model beside which they were trained
+    its path and its weight files ("base_path", "base_files", as in `files`); empty: they are the whole model
     """
 
     kind: Literal["weights", "training"]
@@ -48,6 +50,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 

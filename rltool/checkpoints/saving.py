@@ -21,6 +21,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carry, carry_tensors
 from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
+from rltool.checkpoints.lora import describe_lora
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import SaveFailed
 from rltool.megatron.critic import Critic
@@ -47,6 +48,7 @@ class CheckpointSaver:
         # Declared as what it is to ranks outside of the group as well, of which there are none.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=DEADLINE))
         self._writing: Future[Saved] | None = None
+        self._base: dict[str, Any] = {}
 
     def save(
         self,
@@ -122,6 +124,7 @@ class CheckpointSaver:
         """What rank 0 does when all files of the state are there; returns a warning or "".
         Everything in it is fixed now, at the step of the save."""
         trainer, text = self._trainer, json.dumps(extra)
+        lora = trainer.lora
         manifest = Manifest(
             kind="training",
             architecture=trainer.family.architecture,
@@ -139,8 +142,13 @@ class CheckpointSaver:
             for name, content in files.items():
                 (partial / name).write_bytes(content)
             carry(trainer.model_path, partial, dtype=manifest.dtype)
-            carry_tensors(trainer.model_path, partial, trainer.family.carried)
-            finish(partial, final, manifest, described)
+            if lora.rank:
+                # The model does not change in a run: its files are hashed once.
+                self._base = self._base or describe_lora(lora, trainer.model_path)
+                finish(partial, final, replace(manifest, lora=self._base), described)
+            else:
+                carry_tensors(trainer.model_path, partial, trainer.family.carried)
+                finish(partial, final, manifest, described)
             return directories.set_latest(final)
 
         return complete

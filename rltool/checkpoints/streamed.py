@@ -11,7 +11,7 @@ import dataclasses
 import io
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core import dist_checkpointing
@@ -40,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from rltool.checkpoints.manifest import CheckpointDamaged
+from rltool.megatron.lora import sharded
 from rltool.megatron.model import build_model
 from rltool.megatron.runtime import Runtime
 from rltool.megatron.state import model_state
@@ -59,11 +60,7 @@ class ShardedLayout:
 
     def pieces(self, parameter: Parameter, memory: Tensor) -> list[ShardedTensor]:
         """The pieces that the parameter is saved as (gate and up apart), as views into `memory`, its merged tensor."""
-        entry = dataclasses.replace(self.state[parameter.name], data=memory)
-        if not isinstance(entry, ShardedTensorFactory):
-            return [entry]
-        built = entry.build()
-        return list(built.values()) if isinstance(built, dict) else list(built)
+        return _pieces_of(dataclasses.replace(self.state[parameter.name], data=memory))
 
     def write(self, directory: Path, read: Callable[[Parameter], Tensor]) -> None:
         """Saves into the empty directory what `read` returns for each parameter: its merged tensor, in its dtype.
@@ -74,10 +71,36 @@ class ShardedLayout:
             dist_checkpointing.save(dict(self.state), str(directory), sharded_strategy=_StreamedSave(self, read))
 
 
+def _pieces_of(entry: ShardedTensor | ShardedTensorFactory) -> list[ShardedTensor]:
+    if not isinstance(entry, ShardedTensorFactory):
+        return [entry]
+    built = entry.build()
+    return list(built.values()) if isinstance(built, dict) else list(built)
+
+
+class Pieces(Protocol):
+    """dtype: of the model that is read."""
+
+    dtype: torch.dtype
+
+    def pieces(self, parameter: Parameter, memory: Tensor) -> list[ShardedTensor]:
+        """As in `ShardedLayout`."""
+        ...
+
+
+class AdapterLayout:
+    """Where each parameter of adapters lies in a torch_dist directory."""
+
+    dtype = torch.float32
+
+    def pieces(self, parameter: Parameter, memory: Tensor) -> list[ShardedTensor]:
+        return _pieces_of(sharded(parameter, memory, None))
+
+
 class TorchDistReader:
     """Read access to a torch_dist directory that was saved under any layout of ranks."""
 
-    def __init__(self, layout: ShardedLayout, directory: Path) -> None:
+    def __init__(self, layout: Pieces, directory: Path) -> None:
         self._layout, self._directory = layout, directory
         self._reader = FileSystemReader(directory)
         self._metadata = self._reader.read_metadata()

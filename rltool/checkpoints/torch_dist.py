@@ -12,8 +12,12 @@ from megatron.core.models.gpt import GPTModel
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.completion import EXTRA, STATE, finish
+from rltool.checkpoints.lora import check_base, check_lora
 from rltool.checkpoints.manifest import Manifest
+from rltool.checkpoints.peft_format import PeftAdapter, check_settings, is_peft
 from rltool.checkpoints.saving import CheckpointSaver
+from rltool.checkpoints.streamed import AdapterLayout, TorchDistReader
+from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.megatron.critic import STATE_PREFIX, Critic
 from rltool.megatron.hf_weights import load_hf
@@ -21,12 +25,14 @@ from rltool.megatron.runtime import Runtime
 from rltool.megatron.state import REFERENCE_PREFIX, model_state
 from rltool.megatron.trained import TrainedModel
 from rltool.megatron.trainer import MegatronTrainer
+from rltool.models.adapters import adapters_of
 from rltool.models.base import Family
 from rltool.models.registry import family_for, read_hf_config
 
 __all__ = [
     "STATE",
     "finish",
+    "load_adapters",
     "load_checkpoint",
     "load_model",
     "load_teacher",
@@ -51,7 +57,8 @@ def save_checkpoint(
 def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic | None = None) -> dict[str, Any]:
     """Restores everything that a `CheckpointSaver` saved, under any layout of ranks, and returns its `extra`.
 
-    With a KL term load the initial weights first: they become the reference, and stay it unless the checkpoint has
+    A run with adapters loads the model first, beside which they were trained: it is compared by its hashes. With a KL
+    term load the initial weights first: they become the reference, and stay it unless the checkpoint has
     later ones. Under another layout the random generators start anew. Without `critic` that of the checkpoint, if it
     has one, is left out. Raises CheckpointDamaged before anything is loaded, UsageError for a checkpoint of another
     model or without training state.
@@ -61,7 +68,10 @@ def load_checkpoint(trainer: MegatronTrainer, directory: Path, *, critic: Critic
         manifest = open_verified(trainer.runtime, trainer.family, directory)
         if manifest.kind != "training":
             raise UsageError(f"{directory} holds weights only; resuming needs a checkpoint that a training run saved")
+        check_lora(manifest, trainer.lora, directory)
         check_optimizer(manifest, trainer, directory)
+        if trainer.lora.rank:
+            check_base_together(trainer.runtime, manifest, trainer.model_path, directory)
         if critic is not None:
             check_has_critic(directory)
         state = trainer.sharded_state(
@@ -131,7 +141,7 @@ def _read_weights(model: TrainedModel, path: Path) -> None:
             load_hf(model.gpt, model.family, path, model.runtime, without=model.own_part)
         return
     with directories.reading(path):
-        open_verified(model.runtime, model.family, path)
+        check_lora(open_verified(model.runtime, model.family, path), LoraConfig(), path)
         load_model(model.runtime, model.gpt, path, without=model.own_part)
 
 
@@ -143,6 +153,33 @@ def load_model(runtime: Runtime, model: GPTModel, directory: Path, *, without: s
     with runtime.mode():
         state = {"model": {name: value for name, value in model_state(model).items() if name.split(".")[0] != without}}
         model.load_state_dict(_load(state, directory)["model"], strict=without is None)
+
+
+def load_adapters(trainer: MegatronTrainer, directory: Path) -> None:
+    """Adapters to begin with (lora.init), from a directory of peft's or from a checkpoint of ours, saved under any
+    layout. The model is there already.
+
+    UsageError for other adapters than the trainer's, or for another model than the checkpoint's.
+    """
+    adapted = adapters_of(trainer.family, trainer.lora.rank, trainer.lora.targets)
+    if is_peft(directory):
+        check_settings(directory, trainer.lora)
+        with PeftAdapter(directory, adapted) as adapter:
+            trainer.load_adapters(adapter.read)
+        return
+    with directories.reading(directory):
+        manifest = open_verified(trainer.runtime, trainer.family, directory)
+        check_lora(manifest, trainer.lora, directory)
+        check_base_together(trainer.runtime, manifest, trainer.model_path, directory)
+        trainer.load_adapters(TorchDistReader(AdapterLayout(), Path(directory) / STATE).read)
+
+
+def check_base_together(runtime: Runtime, manifest: Manifest, base: Path, directory: Path) -> None:
+    """`check_base`, shared out among the ranks."""
+    at = runtime.coordinates
+    runtime.on_every_rank(
+        lambda: check_base(manifest, base, directory, part=at.rank, parts=at.layout.world_size), f"checking {base}"
+    )
 
 
 def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -241,9 +241,18 @@ def check_models(config: Sections) -> None:
             )
 
 
+def check_lora(config: Sections) -> None:
+    """What adapters leave as it is cannot be trained beside them."""
+    if config.lora.rank and config.trainer.router_bias_update_rate:
+        raise ValueError(
+            "trainer.router_bias_update_rate moves the routers' biases, but with lora.rank above 0 the model stays as "
+            "it is; leave one of them out"
+        )
+
+
 RULES = (
     check_algorithm, check_batch_arithmetic, check_sampling, check_evaluation, check_rollout, check_models,
-    check_engines,
+    check_engines, check_lora,
 )  # fmt: skip
 RULES_OF_GENERATION = (check_generation, check_engines)
 """Those that hold where nothing is trained."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.base import Config, OwnFunction
+from rltool.config.base import Config, OwnFunction, is_list
 from rltool.config.data import DataConfig
 from rltool.config.parallel import ParallelLayout
 from rltool.config.reward import RewardConfig
@@ -40,6 +40,57 @@ class ModelConfig(Config):
     transformers."""
     trust_remote_code: bool = False
     """Let transformers run code that comes with the tokenizer; code of the model is never run by the trainer."""
+
+
+LoraTarget = Literal["qkv", "proj", "gate_up", "down", "experts"]
+
+
+class LoraConfig(Config):
+    """Low-rank adapters (Hu et al. 2021, arXiv 2106.09685): training changes them alone, and the model stays as it is
+    loaded."""
+
+    rank: int = Field(default=0, ge=0)
+    """Of the adapter of each product. 0: there are none, and all weights are trained."""
+    alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
+    """What an adapter adds is multiplied with alpha / rank."""
+    targets: Literal["all-linear"] | tuple[LoraTarget, ...] = "all-linear"
+    """Which products of each layer have one: qkv (with latent attention, all products that make queries, keys and
+    values), proj (attention's output), gate_up and down (of MLPs and shared experts), experts; all-linear: all of
+    these. Routers, embeddings and the output head have none."""
+    init: Path | None = None
+    """An adapter of the peft format, or a checkpoint of a run with one, that training begins from; its rank, alpha and
+    targets must be these. None: A is drawn at random and B is 0, so that the first policy is the model itself."""
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _no_table(cls, value: Any) -> Any:
+        named = [value] if isinstance(value, str) else value
+        tables = [name for name in named if name in TABLES] if is_list(named) else []
+        if tables:
+            raise ValueError(
+                f"{', '.join(map(repr, tables))}: the embedding and the output head have no adapters; choose among "
+                "qkv, proj, gate_up, down, experts"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> LoraConfig:
+        if self.targets != "all-linear" and (not self.targets or len(set(self.targets)) < len(self.targets)):
+            raise ValueError('targets names no product, or one twice; "all-linear" names all')
+        changed = [n for n, f in type(self).model_fields.items() if getattr(self, n) != f.default]
+        if not self.rank and changed:
+            raise ValueError(
+                f"{', '.join(changed)} would have no effect: rank is 0, so there are no adapters; set rank, such as 16"
+            )
+        return self
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied with."""
+        return self.alpha / self.rank
+
+
+TABLES = ("head", "lm_head", "output_layer", "embedding", "embeddings", "embed_tokens")
 
 
 class TrainerConfig(Config):
@@ -272,6 +323,7 @@ class Sections(Config):
     """Samples per optimizer step; None derives it. Given, it must come out: prompts x samples = global batch x
     optimizer steps."""
     trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     critic: CriticConfig = CriticConfig()

@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -59,6 +59,16 @@ Product = Callable[[Tensor, Groups, Sequence[Tensor]], Tensor]
 """f(x [T, inputs], groups, weights [outputs, inputs] of each expert) -> [T, outputs]."""
 
 
+class AddedProduct(Protocol):
+    """What adapters add to a product: f(x [T, inputs], groups) -> [T, outputs], or nothing while they are off."""
+
+    def __call__(self, x: Tensor, groups: Groups) -> Tensor | None: ...
+
+    def shapes(self, device: torch.device, dtype: torch.dtype) -> list[Shape]:
+        """Of the grouped products in it."""
+        ...
+
+
 def wanted(products: ExpertProducts, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether grouped products are to be tried. UsageError where they are demanded and a GPU has none."""
     if products == "grouped":
@@ -88,12 +98,17 @@ class GroupedExperts(SequentialMLP):
     """Megatron's SequentialMLP, where `computes` its configuration, with the products of all experts at once."""
 
     demanded = False
+    added: Sequence[AddedProduct | None] = (None, None)
+    """Adapters of the first and of the second product."""
 
     @property
     def grouped(self) -> bool:
         """Whether they run by grouped products; tried when it is first asked for."""
-        firsts = (weights[0] for weights in weights_of(self))
-        return all(judged(Shape(first.device, first.dtype, *first.shape), self.demanded) for first in firsts)
+        firsts = [weights[0] for weights in weights_of(self)]
+        shapes = [Shape(first.device, first.dtype, *first.shape) for first in firsts]
+        for added in filter(None, self.added):
+            shapes += added.shapes(firsts[0].device, firsts[0].dtype)
+        return all(judged(shape, self.demanded) for shape in shapes)
 
     def forward(
         self, permuted_local_hidden_states: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor
@@ -106,13 +121,19 @@ class GroupedExperts(SequentialMLP):
         rows = tokens_per_expert.tolist()
         groups = Groups(rows, to_device(torch.tensor(list(accumulate(rows)), dtype=torch.int32), x.device))
         if not self.config.add_bias_linear:
-            scaled = swiglu(grouped_product(x, groups, up), permuted_probs)
-            return grouped_product(scaled, groups, down), None
+            scaled = swiglu(self._product(x, groups, up, self.added[0]), permuted_probs)
+            return self._product(scaled, groups, down, self.added[1]), None
         up_biases, down_biases = biases_of(self)
-        gated = grouped_product(x, groups, up) + rows_of(up_biases, groups)
+        gated = self._product(x, groups, up, self.added[0]) + rows_of(up_biases, groups)
         scaled = swiglu(gated, permuted_probs, gate_of(self.config))
-        output = grouped_product(scaled, groups, down)
+        output = self._product(scaled, groups, down, self.added[1])
         return with_scaled_bias(self.config, output, rows_of(down_biases, groups), permuted_probs), None
+
+    @staticmethod
+    def _product(x: Tensor, groups: Groups, weights: Sequence[Tensor], added: AddedProduct | None) -> Tensor:
+        product = grouped_product(x, groups, weights)
+        more = None if added is None else added(x, groups)
+        return product if more is None else product + more
 
 
 def group_products(experts: SequentialMLP, *, demanded: bool) -> None:
@@ -203,6 +224,8 @@ class _GroupedProduct(torch.autograd.Function):
             return torch.zeros_like(x), None, *map(torch.zeros_like, weights)
         by_output = by_output.contiguous()
         by_input = F.grouped_mm(by_output, stacked(weights), offs=ends) if ctx.needs_input_grad[0] else None
+        if not any(ctx.needs_input_grad[2:]):  # frozen
+            return by_input, None, *[None] * len(weights)
         by_weights = F.grouped_mm(by_output.mT, x, offs=ends)
         for rows, gradient in zip(ctx.rows, by_weights.unbind(), strict=True):
             if not rows:  # a sum of nothing, which a kernel may leave unwritten

@@ -33,10 +33,13 @@ class NormedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.post_norm = RMSNorm(config, output_size, config.layernorm_epsilon)
+        # A hook, so that what an adapter adds to the product, by a hook before it, is normalised with it.
+        self.register_forward_hook(_normed)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, torch.nn.Parameter | None]:
-        output, bias = super().forward(input_)
-        return self.post_norm(output), bias
+
+def _normed(module: torch.nn.Module, _inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
+    product, bias = output
+    return cast(NormedRowParallelLinear, module).post_norm(product), bias
 
 
 class NormOfAllHeads(torch.nn.Module):

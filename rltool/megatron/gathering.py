@@ -122,7 +122,7 @@ def gathered(
     gather: Gather, local: Mapping[str, Tensor], runtime: Runtime, *, everywhere: bool
 ) -> dict[str, list[Tensor]] | None:
     """Megatron's name -> the shards in rank order, on global rank 0; None elsewhere; everywhere: on every rank. Shards
-    alias the parameters (`local`) where there was nothing to gather, and the gather's buffer otherwise.
+    are views of the gather's buffer; a parameter of which there was nothing to gather is left out: it is in `local`.
 
     Collective: one all-gather over TP, if anything is cut, and one send to rank 0, or a broadcast, if it travels.
     """
@@ -149,7 +149,7 @@ def gathered(
         dist.recv(flat, src=sender)
     if not gets:
         return None
-    return {p.name: shards.get(p.name) or [local[p.name].detach()] for p in gather.parameters}
+    return shards
 
 
 def owner_stage(parameter: Parameter, num_layers: int, stages: int) -> int:

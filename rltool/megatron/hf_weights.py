@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -42,10 +42,17 @@ def load_hf(
 
 
 def export_weights(
-    model: GPTModel, plan: ExportPlan, runtime: Runtime, *, everywhere: bool = False, bound: int = GATHER_BYTES
+    model: GPTModel,
+    plan: ExportPlan,
+    runtime: Runtime,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    everywhere: bool = False,
+    bound: int = GATHER_BYTES,
 ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-    """The plan's tensors in its order: the tensor on global rank 0, None elsewhere; everywhere: on every rank. bound:
-    bytes of parameters that are gathered together.
+    """The plan's tensors in its order: the tensor on global rank 0, None elsewhere; everywhere: on every rank. weights:
+    by global name, what is exported in the place of the model's own; bound: bytes of parameters that are gathered
+    together.
 
     A generator that is collective over the ranks of replica 0, and over all that experts are sharded over (everywhere:
     over all ranks): each of them must run it to its end. Besides the model, a rank holds one buffer of `bound` bytes,
@@ -55,12 +62,17 @@ def export_weights(
     """
     # Without torch.no_grad(), which keeps what a generator has yielded last: no operation here is on a parameter.
     exports, join = iter(plan.exports), Join()
-    local = global_names(model)
+    local = global_names(model) if weights is None else weights
     for gather in plan_gathers(plan, runtime.coordinates.layout, everywhere=everywhere, bound=bound):
         shards = gathered(gather, local, runtime, everywhere=everywhere)
         for parameter in gather.parameters:
-            yield from _tensors(join, next(exports), None if shards is None else shards[parameter.name])
+            # No name for them: it would hold the buffer, too.
+            yield from _tensors(join, next(exports), None if shards is None else _found(parameter.name, shards, local))
         del shards  # its buffer goes before there is another one
+
+
+def _found(name: str, shards: dict[str, list[Tensor]], local: Mapping[str, Tensor]) -> list[Tensor]:
+    return shards.get(name) or [local[name].detach()]
 
 
 def _tensors(

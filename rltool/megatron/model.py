@@ -278,15 +278,17 @@ def unwrap(model: torch.nn.Module) -> GPTModel:
 
 
 def global_names(model: GPTModel) -> dict[str, torch.nn.Parameter]:
-    """This rank's parameters by Megatron name with global indices: inside, each pipeline stage counts its layers from
-    0, and each expert-parallel rank its experts."""
-    named = {}
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        if parts[:2] == ["decoder", "layers"]:
-            layer = cast(Any, model.decoder.layers[int(parts[2])])
-            parts[2] = str(layer.layer_number - 1)
-            if parts[3:6] == ["mlp", "experts", "local_experts"]:
-                parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
-        named[".".join(parts)] = parameter
-    return named
+    """This rank's parameters by Megatron name with global indices: see `global_name`."""
+    return {global_name(model, name): parameter for name, parameter in model.named_parameters()}
+
+
+def global_name(model: GPTModel, name: str) -> str:
+    """A parameter's name in this rank's model -> with global indices: inside, each pipeline stage counts its layers
+    from 0, and each expert-parallel rank its experts."""
+    parts = name.split(".")
+    if parts[:2] == ["decoder", "layers"]:
+        layer = cast(Any, model.decoder.layers[int(parts[2])])
+        parts[2] = str(layer.layer_number - 1)
+        if parts[3:6] == ["mlp", "experts", "local_experts"]:
+            parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
+    return ".".join(parts)

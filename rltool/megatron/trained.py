@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,7 @@ class TrainedModel(ABC):
     A subclass defines how it is built and what it computes from hidden states.
     """
 
-    own_part: ClassVar[str | None] = None
+    own_part: str | None = None
     """Attribute of a part of the model that its family does not have: no Hugging Face directory holds its weights."""
 
     def __init__(self, setup: Setup, family: Family, *, total_optimizer_steps: int) -> None:
@@ -100,6 +100,11 @@ class TrainedModel(ABC):
         """Where this rank stands."""
         return self.runtime.coordinates
 
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Of the parameters that have gradients."""
+        return self.dtype
+
     def _build_optimizer(self, total_optimizer_steps: int) -> None:
         runtime, trainer, optimizer = self.runtime, self.config, self.setup.optimizer
         gradients = DistributedDataParallelConfig(
@@ -119,7 +124,7 @@ class TrainedModel(ABC):
             model, None, **kwargs
         )
         self.optimizer = optim.build_optimizer(
-            self.ddp, optimizer, self.dtype, distributed=trainer.distributed_optimizer
+            self.ddp, optimizer, self.trained_dtype, distributed=trainer.distributed_optimizer
         )
         self.schedule = optim.build_schedule(self.optimizer, optimizer, total_optimizer_steps)
 
@@ -289,10 +294,18 @@ class TrainedModel(ABC):
 
     # -- state
 
+    def model_state(self) -> dict[str, Any]:
+        """The weights that training changes, for megatron.core.dist_checkpointing."""
+        return state.model_state(self.gpt)
+
+    def load_model_state(self, loaded: dict[str, Any]) -> None:
+        """What was loaded in the places of `model_state`."""
+        self.gpt.load_state_dict(loaded)
+
     @in_megatron
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Weights, optimizer and schedule, for megatron.core.dist_checkpointing."""
-        model = state.model_state(self.gpt)
+        model = self.model_state()
         sharded = {"model": model, "optimizer": state.optimizer_state(self.optimizer, model, loading=loading)}
         if not loading:
             sharded["schedule"] = self.schedule.state_dict()
@@ -301,7 +314,7 @@ class TrainedModel(ABC):
     @in_megatron
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
-        self.gpt.load_state_dict(loaded["model"])
+        self.load_model_state(loaded["model"])
         optim.keep_configured_values(loaded["optimizer"], self.optimizer)
         self.optimizer.load_state_dict(loaded["optimizer"])
         self.schedule.load_state_dict(loaded["schedule"])

@@ -8,7 +8,7 @@ rltool.checkpoints.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,14 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Weights
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.export_plan import full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
+from rltool.megatron.lora import Adapters, MergedWeights, attach
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
@@ -33,6 +34,8 @@ from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
 from rltool.megatron.trained import Setup, TrainedModel, first_of, in_row
+from rltool.models.adapters import PART
+from rltool.models.base import Parameter
 from rltool.models.registry import family_for, read_hf_config
 
 
@@ -65,8 +68,10 @@ class MegatronTrainer(TrainedModel):
         algorithm: AlgorithmConfig,
         rendezvous: Rendezvous,
         run: TrainingRun,
+        lora: LoraConfig = LoraConfig(),
     ) -> None:
-        """Joins the other ranks of trainer.layout and builds the model with uninitialised weights.
+        """Joins the other ranks of trainer.layout and builds the model with uninitialised weights; with `lora` these
+        are frozen, and adapters beside them are trained.
 
         Logits are divided by `algorithm.logits_temperature` everywhere.
         Raises UsageError (model or layout that cannot be built) and RendezvousFailed.
@@ -80,11 +85,14 @@ class MegatronTrainer(TrainedModel):
         self.temperature = algorithm.logits_temperature(run.temperature)
         family, dtype = family_for(self.hf_config, model.family), getattr(torch, model.dtype)
         self.export_plan = full_plan(family, dtype)
+        self.lora = lora
+        self.adapters: Adapters | None = None
+        self._seed = run.seed
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}
         self._replay: RoutingReplay | None = None
         self._replays = algorithm.routing_replay
-        self._waiting: dict[str, Tensor] | None = None
+        self._waiting: dict[Weights, dict[str, Tensor]] = {}
         try:
             super().__init__(
                 Setup(runtime, trainer, optimizer, algorithm, dtype),
@@ -100,6 +108,9 @@ class MegatronTrainer(TrainedModel):
         compile_on_cuda(self.config.compile)
         model = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(model)
+        if self.lora.rank:
+            self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
+            self.own_part = PART
         if self.algorithm.routing_replay:
             cut, at = self.config.sequence_parallel, self.coordinates
             self._replay = RoutingReplay(
@@ -116,27 +127,55 @@ class MegatronTrainer(TrainedModel):
         """As for every model; initial weights also become the reference, where the loss has one."""
         super().weights_changed(initial=initial)
         if initial and self.algorithm.uses_reference:
-            self._frozen["reference"] = self._copy_of_weights()
+            self._frozen["reference"] = self._copy_of_weights("reference")
+
+    @property
+    def trained_dtype(self) -> torch.dtype:
+        """Of adapters float32; they need no master copies."""
+        return self.dtype if self.adapters is None else torch.float32
+
+    @in_megatron
+    def load_adapters(self, read: Callable[[Parameter], Tensor]) -> None:
+        """Adapters to begin with: `read` gives the merged tensor of each of their parameters. With them the model
+        becomes the reference, where the loss has one."""
+        assert self.adapters is not None
+        self.adapters.load(read)
+        self.weights_changed(initial=True)
 
     @in_megatron
     def update_reference(self) -> None:
         """The policy's present weights become the reference."""
-        self._frozen["reference"] = self._copy_of_weights(self._frozen["reference"])
+        self._frozen["reference"] = self._copy_of_weights("reference", self._frozen["reference"])
 
     @in_megatron
     def load_teacher(self, load: Callable[[], None]) -> None:
         """Keeps on the CPU, as the teacher, what `load` writes into the model; then puts the policy's weights back."""
-        with self._policy_put_back():
+        with self._policy_put_back("teacher"):
             load()
-            self._frozen["teacher"] = self._copy_of_weights()
+            self._frozen["teacher"] = self._copy_of_weights("teacher")
 
-    def _copy_of_weights(self, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-        """On the CPU, from a GPU in memory that it copies to and from at full speed.
+    def _replaced_by(self, weights: Weights) -> dict[str, torch.nn.Parameter]:
+        """The parameters, by global name, in whose place frozen weights are put. Beside adapters a teacher replaces the
+        model, and the reference the adapters; or nothing, where it is the model without them."""
+        parameters = global_names(self.gpt)
+        if self.adapters is None:
+            return parameters
+        if weights == "reference" and self._model_is_reference:
+            return {}
+        return {name: p for name, p in parameters.items() if p.requires_grad == (weights == "reference")}
+
+    @property
+    def _model_is_reference(self) -> bool:
+        return bool(self.lora.rank) and self.lora.init is None and not self.algorithm.reference_update_steps
+
+    def _copy_of_weights(self, weights: Weights, into: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+        """What is in the model in the place of these weights: on the CPU, from a GPU in memory that it copies to and
+        from at full speed.
 
         into: an earlier copy, which is overwritten.
         """
         pinned = self.runtime.device.type == "cuda"
-        parameters = global_names(self.gpt)
+        parameters = self._replaced_by(weights)
         copies = into or room_for(parameters, pinned=pinned)
         with torch.no_grad():
             for name, parameter in parameters.items():
@@ -146,19 +185,21 @@ class MegatronTrainer(TrainedModel):
         return copies
 
     def _put_weights(self, weights: dict[str, Tensor]) -> None:
+        parameters = global_names(self.gpt)
         with torch.no_grad():
-            for name, parameter in global_names(self.gpt).items():
-                parameter.copy_(weights[name], non_blocking=True)
+            for name, copy in weights.items():
+                parameters[name].copy_(copy, non_blocking=True)
 
     @contextmanager
-    def _policy_put_back(self) -> Iterator[None]:
-        """The policy's weights wait on the CPU while others are in the model; the optimizer's copies stay."""
+    def _policy_put_back(self, weights: Weights) -> Iterator[None]:
+        """The policy's weights wait on the CPU while these are in the model; the optimizer's copies stay."""
         # Kept for the next time: pinning memory takes longer than the copies.
-        self._waiting = self._copy_of_weights(self._waiting)
+        place = "policy" if self.adapters is None else weights
+        self._waiting[place] = self._copy_of_weights(weights, self._waiting.get(place))
         try:
             yield
         finally:
-            self._put_weights(self._waiting)
+            self._put_weights(self._waiting[place])
 
     @contextmanager
     def _with_weights(self, weights: Weights) -> Iterator[None]:
@@ -168,7 +209,8 @@ class MegatronTrainer(TrainedModel):
             return
         if weights not in self._frozen:
             raise RuntimeError(f"no {weights} weights: the configuration uses none, or they were not loaded yet")
-        with self._policy_put_back():
+        off = self.adapters is not None and (weights == "teacher" or self._model_is_reference)
+        with self._policy_put_back(weights), self.adapters.off() if off and self.adapters else nullcontext():
             self._put_weights(self._frozen[weights])
             self._replays = False  # these would choose other experts than the policy that sampled
             try:
@@ -317,16 +359,35 @@ class MegatronTrainer(TrainedModel):
         return {f"train/{name}": value for name, value in metrics.items()} | {"train/skipped": float(not made)}
 
     def export_weights(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """What `export_plan` names, one by one: on global rank 0 the tensor, None elsewhere; everywhere: on every rank.
+        """What `export_plan` names, adapters merged in, one by one: on global rank 0 the tensor, None elsewhere;
+        everywhere: on every rank.
 
         Every rank of data-parallel rank 0 must run the iterator to its end (others may; everywhere: must). Tensors may
         alias parameters: use them before the next step.
         """
-        return hf_weights.export_weights(self.gpt, self.export_plan, self.runtime, everywhere=everywhere)
+        merged = None if self.adapters is None else MergedWeights(self.gpt, self.adapters)
+        return hf_weights.export_weights(
+            self.gpt, self.export_plan, self.runtime, weights=merged, everywhere=everywhere
+        )
 
     def export_bytes(self, *, everywhere: bool = False) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
-        return gather_bytes(self.export_plan, self.coordinates.layout, everywhere=everywhere)
+        held = gather_bytes(self.export_plan, self.coordinates.layout, everywhere=everywhere)
+        return held + (0 if self.adapters is None else self.adapters.merging_bytes(self.dtype))
+
+    def model_state(self) -> dict[str, Any]:
+        """Of a frozen model its adapters alone."""
+        whole = super().model_state()
+        if self.adapters is None:
+            return whole
+        return {name: value for name, value in whole.items() if name.split(".")[0] == PART}
+
+    def load_model_state(self, loaded: dict[str, Any]) -> None:
+        """The frozen model keeps its weights."""
+        if self.adapters is None:
+            super().load_model_state(loaded)
+        else:
+            self.adapters.load_state_dict({name.removeprefix(f"{PART}."): value for name, value in loaded.items()})
 
     @in_megatron
     def sharded_state(self, *, loading: bool, with_rng: bool = True, with_reference: bool = True) -> dict[str, Any]:
@@ -338,7 +399,7 @@ class MegatronTrainer(TrainedModel):
         sharded = super().sharded_state(loading=loading)
         if with_reference and self.algorithm.uses_reference and self.algorithm.reference_update_steps:
             with self._with_weights("reference"):
-                sharded["reference"] = state.copied(state.model_state(self.gpt), prefix=state.REFERENCE_PREFIX)
+                sharded["reference"] = state.copied(self.model_state(), prefix=state.REFERENCE_PREFIX)
         if with_rng:
             sharded["rng"] = state.rng_state(self.runtime)
         return sharded
@@ -348,8 +409,8 @@ class MegatronTrainer(TrainedModel):
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
         super().restore(loaded)
         if "reference" in loaded:
-            with self._policy_put_back():
-                self.gpt.load_state_dict(loaded["reference"])
+            with self._policy_put_back("reference"):
+                self.load_model_state(loaded["reference"])
                 self.update_reference()
         if "rng" in loaded:
             state.restore_rng(loaded["rng"])

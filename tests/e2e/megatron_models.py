@@ -9,7 +9,7 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.models.base import FamilyDefinition
 from rltool.models.registry import definition_for
 
@@ -213,7 +213,7 @@ def policy_batch(lengths: list[int], seed: int = 1) -> TrainBatch:
 
 def make_trainer(place, path, **options):
     """A MegatronTrainer with HF weights loaded. options: tp, pp, optimizer, algorithm, temperature, steps,
-    dtype, load."""
+    dtype, load, lora."""
     from rltool.megatron.runtime import Rendezvous
     from rltool.megatron.trainer import MegatronTrainer, TrainingRun
 
@@ -233,6 +233,7 @@ def make_trainer(place, path, **options):
         AlgorithmConfig(**options.get("algorithm", {})),
         Rendezvous(place.rank, "127.0.0.1", place.port, timeout=60),
         TrainingRun(options.get("steps", 10), temperature=options.get("temperature", 1.0)),
+        LoraConfig(**options.get("lora", {})),
     )
     if options.get("load", True):
         trainer.load_hf_weights(path)

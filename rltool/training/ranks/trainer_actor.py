@@ -87,7 +87,7 @@ class TrainerActor:
         rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
         run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
         trainer = MegatronTrainer(
-            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run
+            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run, config.lora
         )
         self._closing.callback(trainer.close)
         critic = None
@@ -116,10 +116,12 @@ class TrainerActor:
             load_weights(critic, critic.path)
 
     def _load_policy(self) -> None:
-        from rltool.checkpoints.torch_dist import load_weights
+        from rltool.checkpoints.torch_dist import load_adapters, load_weights
 
         self._load_teacher()
         load_weights(self._here.trainer, self.config.model.path)
+        if self.config.lora.init is not None:
+            load_adapters(self._here.trainer, self.config.lora.init)
 
     def _load_teacher(self) -> None:
         from rltool.checkpoints.torch_dist import load_teacher
@@ -129,10 +131,11 @@ class TrainerActor:
 
     def load_checkpoint(self, directory: Path) -> dict[str, Any]:
         """The teacher's weights come from model.teacher_path, the reference's from model.path unless the checkpoint has
-        later ones, everything else from the checkpoint. Returns what `save_checkpoint` was given."""
+        later ones, the model beside adapters from model.path, everything else from the checkpoint. Returns what
+        `save_checkpoint` was given."""
         from rltool.checkpoints.torch_dist import load_checkpoint
 
-        if self.config.algorithm.uses_reference:
+        if self.config.algorithm.uses_reference or self.config.lora.rank:
             self._load_policy()
         else:
             self._load_teacher()

@@ -1,0 +1,77 @@
+"""Which products have adapters, and the two orders of their rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from rltool.config.sections import LoraConfig
+from rltool.errors import UsageError
+from rltool.models.adapters import Adapted, adapters_of, merged
+from rltool.models.base import Parameter
+from rltool.models.registry import family_for
+
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 16, "num_experts": 2,
+    "num_experts_per_tok": 1, "moe_intermediate_size": 6, "norm_topk_prob": False,
+}  # fmt: skip
+
+
+def modules(targets) -> set[str]:
+    family = family_for(MIXTURE)
+    tensors = [name for each in adapters_of(family, 2, targets) for p in each.a for name, _ in p.hf]
+    assert len(tensors) == len(set(tensors))
+    return {name.removeprefix("base_model.model.model.layers.0.").removesuffix(".lora_A.weight") for name in tensors}
+
+
+def test_targets_name_products_and_all_linear_names_all_but_the_router():
+    attention = {f"self_attn.{x}_proj" for x in "qkv"}
+    experts = {f"mlp.experts.{e}.{x}_proj" for e in range(2) for x in ("gate", "up", "down")}
+    assert modules(["qkv"]) == attention
+    assert modules(["experts", "proj"]) == experts | {"self_attn.o_proj"}
+    assert modules("all-linear") == attention | experts | {"self_attn.o_proj"}
+
+
+def test_a_target_that_the_model_lacks_is_refused():
+    with pytest.raises(UsageError, match="gate_up, which Qwen3MoeForCausalLM does not have"):
+        adapters_of(family_for(MIXTURE), 2, ["gate_up", "qkv"])
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_merging_the_megatron_tensor_is_merging_each_hf_tensor(index):
+    each = adapters_of(family_for(MIXTURE), 2, "all-linear")[index]
+    torch.manual_seed(0)
+    hf = [torch.randn(shape) for _, shape in each.base.hf]
+    a, b = ([torch.randn(p.merged_shape) for p in parts] for parts in (each.a, each.b))
+    found = merged(each, each.base.merge(hf), a, b, scale=0.5, groups=each.base.query_groups)
+    expected = [w + 0.5 * up @ down for w, down, up in zip(hf, a, b, strict=True)]
+    torch.testing.assert_close(found, each.base.merge(expected))
+    x = torch.randn(3, hf[0].size(1))
+    added = each.put_together([x @ down.T @ up.T for down, up in zip(a, b, strict=True)], each.base.query_groups)
+    torch.testing.assert_close(x @ found.T, x @ each.base.merge(hf).T + 0.5 * added)
+
+
+def test_merging_rounds_once():
+    base = Parameter("decoder.layers.0.mlp.linear_fc2.weight", (("w.weight", (1, 1)),), 0, 1)
+    each = Adapted(base, (base,), (base,))
+    weight, small = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 2.0**-5)
+    # 1 + 2^-8 + 2^-10 rounds up; 2^-8 alone, the tie, would round to even, which is down.
+    found = merged(each, weight, [small], [small], scale=4 + 1, groups=0)
+    assert found.dtype is torch.bfloat16
+    assert float(found) == 1 + 2**-7
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 4, "targets": ["qkv", "lm_head"]}, "'lm_head': the embedding and the output head have no adapters"),
+        ({"rank": 4, "targets": []}, "names no product"),
+        ({"rank": 4, "targets": ["qkv", "qkv"]}, "names no product, or one twice"),
+        ({"alpha": 8}, "alpha would have no effect: rank is 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_name(settings, message):
+    with pytest.raises(ValidationError, match=message):
+        LoraConfig(**settings)
