@@ -9,7 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -299,7 +299,7 @@ def measure(path: str, work: Path, ranks: int, rank: int, port: int) -> Measured
         alone = trainer.compute_logprobs([batch.select([i]) for i in range(len(LENGTHS))])
         _, metrics = trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
         named = global_names(trainer.gpt) if ranks == 1 else {}
-        gradients = {name: p.main_grad.clone() for name, p in named.items() if hasattr(p, "main_grad")}
+        gradients = {name: cast(Any, p).main_grad.clone() for name, p in named.items() if hasattr(p, "main_grad")}
         done = trainer.optimizer_step()
-        joined = [torch.cat(rows) if rows is not None else torch.zeros(0) for rows in (packed, alone)]
-        return Measured(*joined, metrics["train/loss"], done["train/grad_norm"], gradients, exported)
+        together, single = (torch.cat(rows) if rows is not None else torch.zeros(0) for rows in (packed, alone))
+        return Measured(together, single, metrics["train/loss"], done["train/grad_norm"], gradients, exported)
