@@ -24,7 +24,7 @@ EQUAL = 1e-4
 DIFFERENT = 0.1
 
 
-LONG = ("glm4", "olmo2", "olmoe", "smollm3", "phi3", "qwen2_moe")
+LONG = ("glm4", "olmo2", "olmoe", "smollm3", "qwen2_moe")
 FAMILIES = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 
 
