@@ -139,7 +139,7 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
     """
     loader = get_model_loader(vllm_config.load_config)
     if not hasattr(loader, "get_all_weights"):
-        raise NotImplementedError(f"weights of load_format {vllm_config.load_config.load_format} cannot be loaded again")
+        raise NotImplementedError(f"weights of load_format {vllm_config.load_config.load_format} cannot be reloaded")
     with set_current_vllm_config(vllm_config):
         begin_reload(model)
         tensors = cast(Any, loader).get_all_weights(vllm_config.model_config, model)
