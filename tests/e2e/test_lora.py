@@ -166,15 +166,23 @@ def peft_gradients(model, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "glm4_moe_lite"])
+MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3")
+"""Products that HF fuses, other orders of rows, norms behind the product, dense layers beside experts."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", "qwen3_moe", "glm4_moe_lite", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)],
+)
 def family(request, tmp_path_factory):
     """(kind, model's directory, adapter's, batch, log-probabilities without and with it, loss, gradients by peft)."""
     kind = request.param
-    path = save_hf(tmp_path_factory.mktemp(kind), kind, tied=kind == "qwen3")
+    tied = kind in ("qwen3", "gemma2")
+    path = save_hf(tmp_path_factory.mktemp(kind), kind, tied)
     adapter = random_adapter(tmp_path_factory.mktemp(f"{kind}-adapter") / "adapter", path)
     batch = policy_batch(LENGTHS)
     sequences = batch.tokens.split(batch.lengths.tolist())
-    model = peft_model(kind, kind == "qwen3", adapter)
+    model = peft_model(kind, tied, adapter)
     with model.disable_adapter(), torch.no_grad():
         plain = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
     logprobs = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
