@@ -21,7 +21,7 @@ TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py d
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
 
-# Two files at a time (the tests wait for starting processes more than they compute; those that share engines are one file to it), unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
+# Two files at a time (those that share engines are one file to it), the longest first and unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
 test: venv venv-sglang
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 

@@ -57,6 +57,25 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+FIRST = ("quickstart", "prefill_decode", "vllm_families", "parallel_engines", "sglang_train", "reward_model", "agents")
+"""Files of tests/e2e that take a minute or two each, whole."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Long files first, of which the one of the shared engines is the longest: with two processes the last files should
+    be short ones."""
+
+    def place(item: pytest.Item) -> int:
+        layer, *_ = item.path.relative_to(config.rootpath / "tests").parts
+        if layer != "e2e":
+            return 4 if layer == "unit" else 3
+        if shares_engines(item.path):
+            return 0
+        return 1 if item.path.stem.removeprefix("test_") in FIRST else 2
+
+    items.sort(key=place)
+
+
 @cache
 def shares_engines(file: Path) -> bool:
     """Whether a test file names a session's engine."""

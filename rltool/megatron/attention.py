@@ -265,32 +265,53 @@ class _WithSinks(torch.autograd.Function):
         scale: float | None,
         window: int | None,
     ) -> Tensor:
-        if query.size(1) != key.size(1) and not _takes_grouped_queries(query.device, query.dtype):
-            raise NotImplementedError("this torch's varlen_attn has no grouped queries: update torch")
-        left = -1 if window is None else window - 1
-        out, total, *random = torch.ops.aten._flash_attention_forward(
-            query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
-            0.0, True, False, scale=scale, window_size_left=left, window_size_right=0,
-        )  # fmt: skip
-        sink = sinks.float()[:, None]  # total: [heads, T]
+        out, total, *random = _flash_forward(query, key, value, packed, scale, window)
+        sink = sinks.float()[:, None]
         out = (out.float() * torch.sigmoid(total - sink).t().unsqueeze(-1)).to(out.dtype)
         total = torch.logaddexp(total, sink)
-        ctx.save_for_backward(query, key, value, sinks, out, total, *random[:2])
-        ctx.options = packed, scale, left
+        ctx.save_for_backward(query, key, value, sinks, out, total, *random)
+        ctx.options = packed, scale, window
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         by_out = grads[0].contiguous()
-        query, key, value, sinks, out, total, seed, offset = ctx.saved_tensors
-        packed, scale, left = ctx.options
-        by_query, by_key, by_value = torch.ops.aten._flash_attention_backward(
-            by_out, query, key, value, out, total, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q,
-            packed.max_seqlen_kv, 0.0, True, seed, offset, scale=scale, window_size_left=left, window_size_right=0,
-        )  # fmt: skip
+        query, key, value, sinks, out, total, *random = ctx.saved_tensors
+        by_inputs = _flash_backward(by_out, query, key, value, out, total, *random, *ctx.options)
         share = torch.exp(sinks.float()[:, None] - total)
         by_sinks = -(share * (by_out.float() * out.float()).sum(-1).t()).sum(-1)
-        return by_query, by_key, by_value, by_sinks.to(sinks.dtype), None, None, None
+        return *by_inputs, by_sinks.to(sinks.dtype), None, None, None
+
+
+def _flash_forward(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
+) -> tuple[Tensor, ...]:
+    """(output, log-sum-exp [heads, T], two tensors for the backward pass), as torch's varlen_attn calls it."""
+    left = -1 if window is None else window - 1
+    return torch.ops.aten._flash_attention_forward(
+        query, key, value, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv,
+        0.0, left == -1, False, scale=scale, window_size_left=left, window_size_right=0,
+    )[:4]  # fmt: skip
+
+
+def _flash_backward(
+    by_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    state: Tensor,
+    unused: Tensor,
+    packed: PackedSeqParams,
+    scale: float | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    left = -1 if window is None else window - 1
+    return torch.ops.aten._flash_attention_backward(
+        by_out, query, key, value, out, total, packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q,
+        packed.max_seqlen_kv, 0.0, left == -1, state, unused, scale=scale, window_size_left=left, window_size_right=0,
+    )  # fmt: skip
 
 
 def _repeated(grouped: Tensor, query: Tensor) -> Tensor:

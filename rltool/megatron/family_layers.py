@@ -177,4 +177,4 @@ class LatentAttention(MegatronModule):
 
 NORM_EPSILON = 1e-6
 """Of the norms of low-rank vectors, whatever config.json says of the others: that of DeepSeek's own model code and of
-transformers."""
+transformers. vLLM takes that of config.json here, too."""

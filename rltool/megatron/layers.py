@@ -174,7 +174,9 @@ class PackedCausalAttention(MegatronModule):
             key, value = both.index_select(0, packed.keys).split([key.size(-1), value.size(-1)], dim=-1)
         window, kernel = self._window(packed), None
         if self.softcap is None:
-            kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=self.backend)
+            # Of sinks torch's kernel alone has gradients here.
+            backend = self.backend if self.sinks is None else "torch"
+            kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=backend)
         if kernel is None:
             out = self._padded(query, key, value, packed)
         else:

@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltool.config.sections import TrainerConfig
+from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.family_layers import (
@@ -121,6 +122,11 @@ def build_model(
     trainer = trainer or TrainerConfig()
     check_layout(family, coordinates.layout, sequence_parallel=trainer.sequence_parallel)
     check_backend(trainer.attention, device, dtype)
+    if family.attention.sinks and trainer.attention not in ("auto", "torch"):
+        raise UsageError(
+            f'trainer.attention = "{trainer.attention}" has no gradient of attention sinks, which this model has; '
+            'leave it at "auto": torch\'s kernel serves'
+        )
     config = transformer_config(family, coordinates, dtype, device, trainer)
     rotate_in_one_kernel()
     dispatch_without_atomics()

@@ -53,6 +53,6 @@ FAMILY = FamilyDefinition(
     architectures=("Gemma2ForCausalLM",),
     build=build,
     opens="Gemma 2",
-    special="as Gemma 3, with softcapped scores and logits, without norms of queries and keys, one rope",
+    special="as Gemma 3, with softcapped logits and scores (attention in plain torch), one rope, no q and k norms",
     refuses="bidirectional attention, biases",
 )

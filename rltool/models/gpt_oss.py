@@ -67,6 +67,6 @@ FAMILY = FamilyDefinition(
     build=build,
     opens="gpt-oss-20b and 120b, in MXFP4 (read as bfloat16, exported so) or not",
     special="attention sinks, a window in every other layer, biases on every product, clamped SwiGLU in experts",
-    refuses="engines on MXFP4 files; writing MXFP4",
+    refuses="engines on MXFP4 files, writing MXFP4; weights for a vLLM without the plugin (by the value check)",
     layouts=WITH_EXPERTS,
 )

@@ -1,8 +1,13 @@
-"""`rltool` commands as processes of their own, their output in a file."""
+"""`rltool` commands as processes, forked from one that has imported torch and transformers: each would take three
+seconds for that. It has one thread, and does nothing else before the fork.
+
+What starts as a user starts it, `python -m rltool` or `rltool`, is in test_quickstart.py and test_serve_engines.py.
+"""
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,36 +16,37 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.e2e.preloaded"])
+
 
 class Command:
-    """`rltool WORDS` in a process group of its own, its output in `out`. The methods are Popen's.
-
-    Not forked from a process that has imported Ray, which would be three seconds faster: two of some sixty such
-    commands on a busy host did not get past the token of the Ray that they had started.
-    """
+    """`rltool WORDS` in a process group of its own, its output in `out`. The methods are Popen's."""
 
     def __init__(self, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, out: Path) -> None:
         self.args = ["rltool", *words]
-        with out.open("w") as file:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "rltool", *words], env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, process_group=0,
-            )  # fmt: skip
-        atexit.register(self.kill)
+        self._process = _CONTEXT.Process(target=_run, args=(list(words), dict(env), str(cwd), str(out)))
+        out.touch()
+        self._process.start()
+        atexit.register(self.kill)  # before multiprocessing waits for it
 
     @property
     def pid(self) -> int:
+        assert self._process.pid is not None
         return self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        return self._process.poll()
+        return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        code = self._process.wait(timeout)
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
         atexit.unregister(self.kill)
         return code
 
@@ -65,3 +71,27 @@ def completed(
         return command.wait(timeout), out.read_text()
     finally:
         command.kill()
+
+
+def _run(words: list[str], env: dict[str, str], cwd: str, out: str) -> None:
+    """In the forked process: what `python -m rltool WORDS` finds and does."""
+    os.setpgid(0, 0)
+    for path, flags, numbers in ((os.devnull, os.O_RDONLY, (0,)), (out, os.O_WRONLY | os.O_TRUNC, (1, 2))):
+        opened = os.open(path, flags)
+        for number in numbers:
+            os.dup2(opened, number)
+        os.close(opened)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.path.insert(0, cwd)
+    assert "torch" in sys.modules and "ray" not in sys.modules, "see preloaded.py"
+    import rltool.__main__
+
+    sys.argv = [rltool.__main__.__file__, *words]
+    try:
+        rltool.__main__.main()
+    finally:
+        atexit._run_exitfuncs()  # which multiprocessing leaves out; the last one ends the process with main's code

@@ -1,7 +1,6 @@
 """Real engines, one of each kind per session, started at first use and shared by all tests.
 
-A test that changes an engine's weights leaves it with weights that its own test pushed: no test relies on those of the
-model directory, each pushes what it needs first.
+A file's tests may change an engine's weights: the next file gets them as they were.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import pytest
 
 from tests.e2e.engines import RunningEngine, serving_sglang, serving_vllm
 from tests.e2e.megatron_ranks import RankPool
+from tests.e2e.weights import reset
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def engine_key() -> str:
 
 
 @pytest.fixture(scope="session")
-def sglang_engine(
+def started_sglang_engine(
     tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory, engine_key: str
 ) -> Iterator[RunningEngine]:
     """A keyed SGLang on the CPU with tied embeddings, ready to serve."""
@@ -32,7 +32,7 @@ def sglang_engine(
 
 
 @pytest.fixture(scope="session")
-def vllm_engine_tied(
+def started_vllm_engine_tied(
     tiny_tied_dir: Path, tmp_path_factory: pytest.TempPathFactory, engine_key: str
 ) -> Iterator[RunningEngine]:
     """A guarded vLLM on the CPU with tied embeddings, ready to serve."""
@@ -41,10 +41,27 @@ def vllm_engine_tied(
 
 
 @pytest.fixture(scope="session")
-def vllm_engine_untied(tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+def started_vllm_engine_untied(
+    tiny_untied_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningEngine]:
     """A guarded vLLM on the CPU with an own output head, ready to serve."""
     with serving_vllm(tiny_untied_dir, tmp_path_factory.mktemp("vllm-untied")) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module")
+def sglang_engine(started_sglang_engine: RunningEngine) -> RunningEngine:
+    return reset(started_sglang_engine)
+
+
+@pytest.fixture(scope="module")
+def vllm_engine_tied(started_vllm_engine_tied: RunningEngine) -> RunningEngine:
+    return reset(started_vllm_engine_tied)
+
+
+@pytest.fixture(scope="module")
+def vllm_engine_untied(started_vllm_engine_untied: RunningEngine) -> RunningEngine:
+    return reset(started_vllm_engine_untied)
 
 
 @pytest.fixture(scope="session")

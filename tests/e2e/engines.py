@@ -30,7 +30,7 @@ from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint
 
 READY_SECONDS = 240.0
-"""vLLM takes 20 to 33 s on an idle two-core machine; several test suites may share it."""
+"""vLLM takes 11 s on an idle two-core machine; several test suites may share it."""
 STOP_SECONDS = 20.0
 
 

@@ -38,8 +38,9 @@ LENGTHS = [5, 17, 2, 9, 12, 3, 8, 40]
 
 
 def case(place, path, batch, layout):
-    """The weights as every rank gets them, log-probabilities, metrics of one step of supervised training, and what the
-    rank then holds: (pipeline stage, bytes of each part, parameters)."""
+    """The weights as every rank gets them, log-probabilities, metrics of one step of supervised training, its gradients
+    as exported weights are named and cut, on rank 0, and what the rank then holds: (pipeline stage, bytes of each part,
+    parameters)."""
     options = {"algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}}
     with closing(make_trainer(place, path, **layout, **options)) as trainer:
         at = trainer.coordinates
@@ -50,8 +51,16 @@ def case(place, path, batch, layout):
         logprobs = trainer.compute_logprobs([batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])])
         own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
         micro_batches = [batch.select(own[:1]), batch.select(own[1:])]
+        trainer.forward_backward(micro_batches, global_loss_tokens=batch.num_loss_tokens)
+        # Routers' biases are not trained.
+        gradients = [p.main_grad.clone() if p.requires_grad else 0.0 for p in trainer.gpt.parameters()]
+        trainer.discard_gradients()
         metrics = trainer.train_step(micro_batches, global_loss_tokens=batch.num_loss_tokens)
-        return exported, logprobs, metrics, held(trainer)
+        with torch.no_grad():
+            for parameter, gradient in zip(trainer.gpt.parameters(), gradients, strict=True):
+                parameter.copy_(torch.as_tensor(gradient))
+        named = {meta.name: t if t is None else t.clone() for meta, t in trainer.export_weights()}
+        return exported, logprobs, metrics, named, held(trainer)
 
 
 def held(trainer):
@@ -133,7 +142,7 @@ def on_disk(path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def family(request, tmp_path_factory):
-    """(kind, directory, batch, log-probabilities, loss and gradient norm by transformers)."""
+    """(kind, directory, batch, log-probabilities, loss, gradient norm and gradients by transformers)."""
     kind = request.param
     tied = kind in ("gemma2", "gemma3", "qwen3", "smollm3")
     path, model = save_hf(tmp_path_factory.mktemp(kind), kind, tied), hf_model(kind, tied)
@@ -143,7 +152,14 @@ def family(request, tmp_path_factory):
     loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
     loss.backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
-    return kind, path, batch, logprobs.detach(), float(loss.detach()), float(norm)
+    # As weights, so that transformers names and cuts them as in a checkpoint.
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *model.buffers()]:
+            gradient = parameter.grad
+            parameter.copy_(gradient if gradient is not None else torch.zeros_like(parameter))
+    gradients = tmp_path_factory.mktemp(f"{kind}-gradients")
+    model.save_pretrained(gradients)
+    return kind, path, batch, logprobs.detach(), float(loss.detach()), float(norm), on_disk(gradients)
 
 
 def test_logprobs_gradient_and_weights_are_those_of_transformers_in_every_layout(ranks, family):
@@ -156,7 +172,7 @@ def test_they_are_with_and_without_recomputation_in_each_layout(ranks, family):
 
 
 def compare_with_transformers(ranks, family, every):
-    _, path, batch, logprobs, loss, norm = family
+    _, path, batch, logprobs, loss, norm, gradients = family
     original = on_disk(path)
     for world, layout in every:
         results = ranks.run(case, world, path, batch, layout)
@@ -167,9 +183,13 @@ def compare_with_transformers(ranks, family, every):
                 assert torch.equal(exported[name], tensor), f"{layout} {name}"
         for _, found, *_ in results:
             if found is not None:
-                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=3e-5, msg=f"{layout}")
+                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=1e-5, msg=f"{layout}")
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
+        assert results[0][3].keys() == gradients.keys()
+        for name, gradient in gradients.items():
+            error = (results[0][3][name] - gradient).norm()
+            assert error <= 1e-5 * max(gradient.norm(), 0.01 * norm), f"{layout}: gradient of {name} is off by {error}"
         sizes = ParallelLayout(world, **{cut: size for cut, size in layout.items() if cut != "trainer"})
         built = family_for(read_hf_config(path))
         for *_, (stage, parts, count) in results:

@@ -48,7 +48,8 @@ def rltool(job: Job, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_an_sglang_is_served_trained_against_over_gloo_and_disk_and_stopped(job):
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("disk", marks=pytest.mark.long)])
+def test_an_sglang_is_served_trained_against_and_stopped(job, transport):
     python = str(sglang_python())
     serve = ["serve-engines", str(job.model), "--engine", "sglang", "--engine-python", python, "--device", "cpu"]
     run = open_run(ENGINES, create=True, root=job.runs)
@@ -57,6 +58,13 @@ def test_an_sglang_is_served_trained_against_over_gloo_and_disk_and_stopped(job)
     family = processes_of(run)
     assert len(family) >= 4, "the watcher, SGLang's server, its scheduler and its detokenizer"
 
+    {"gloo": train_over_gloo, "disk": train_over_disk}[transport](job)
+
+    rltool(job, "stop")
+    assert running(family) == [] and read_states(run) == []
+
+
+def train_over_gloo(job: Job) -> None:
     said = job("train", "gloo", sets=['weights.transport="gloo"', "eval.sets={}"])
     assert ", asked directly" in said and not (job.runs / "gloo" / "weights").exists()
     steps = job.steps("gloo")
@@ -67,6 +75,8 @@ def test_an_sglang_is_served_trained_against_over_gloo_and_disk_and_stopped(job)
     versions = [record["weight_versions"] for record in steps]
     assert [int(found[0].rsplit(":", 1)[1]) for found in versions] == [0, 1, 2] and {len(v) for v in versions} == {1}
 
+
+def train_over_disk(job: Job) -> None:
     off_policy = ["rollout.max_staleness=1", "optimizer_steps_per_rollout=1", 'algorithm.is_weights="token"']
     over_disk = ['weights.transport="disk"', 'weights.pause_mode="abort"', "eval.sets={}", "steps=3"]
     job("train", "disk", sets=[*over_disk, *off_policy])
@@ -76,6 +86,3 @@ def test_an_sglang_is_served_trained_against_over_gloo_and_disk_and_stopped(job)
         assert 0 < record["weights/logprob_abs_diff_mean"] < EQUAL, "each sync compares the engine's values"
         assert record.get("train/logprob_abs_diff_mean", 0.0) < EQUAL and record["weights/failed_engines"] == 0
     assert list((job.runs / "disk" / "weights").glob("*/model.safetensors.index.json"))
-
-    rltool(job, "stop")
-    assert running(family) == [] and read_states(run) == []

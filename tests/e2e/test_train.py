@@ -227,9 +227,8 @@ def wait_for_step(job: Job, run: str, step: int) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize(
-    ("number", "code"), [pytest.param(signal.SIGTERM, 0, marks=pytest.mark.long), (signal.SIGINT, 130)]
-)
+@pytest.mark.long  # see also test_rollout_modes.py and test_trainer_faults.py
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_a_signal_saves_frees_the_engines_and_leaves_no_process(direct, vllm_engine_untied, number, code):
     run = f"stopped-{number}"
     process = direct.start("train", run, sets=["steps=1000"])
@@ -274,6 +273,7 @@ def test_a_killed_part_ends_the_run_with_its_name_and_the_next_train_goes_on_wit
     assert not state_of_engine(vllm_engine_untied)[0]
 
 
+@pytest.mark.long
 def test_rollout_only_and_train_only_share_one_format(direct):
     direct("debug rollout-only", "rolled", "--steps", "2")
     out = direct("debug train-only", "replayed", "--rollouts", str(direct.runs / "rolled" / "rollouts"))

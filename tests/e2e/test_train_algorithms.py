@@ -81,6 +81,7 @@ def response_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(found)
 
 
+@pytest.mark.long  # resumes, and a teacher, are also in the next one
 def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_path):
     teacher = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2)
     sets = ["algorithm.advantage=distill", f"model.teacher_path={teacher}"]

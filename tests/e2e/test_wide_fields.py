@@ -125,7 +125,9 @@ def trained_past_the_driver(group: TrainerGroup, manager, before: int) -> int:
     return held
 
 
-@pytest.mark.parametrize("layout", [{}, {"context_parallel": 2}, {"pipeline_parallel": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout", [{}, {"context_parallel": 2}, pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.long)], ids=str
+)
 def test_a_wide_field_reaches_the_loss_of_two_ranks_past_the_driver_and_its_memory_is_freed(
     cluster, tiny_tied_dir, layout
 ):

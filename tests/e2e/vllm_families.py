@@ -7,6 +7,9 @@ exported    the largest difference of a prompt's log-probabilities to transforme
             conversion, in fp32
 synced      the same after each sync, over gloo and over disk
 moved       how far apart by that measure the weights of each sync are from those before it
+exact       the largest difference of each side to transformers in float64, over all three weights; of the trainer too
+            where attention is latent
+trainer     there, its largest difference to transformers in fp32
 abandoned   the same as `synced`, after an update that was given up half-way, of the weights that the engine had
 copies      how many of vLLM's packed copies of weights there are after the syncs, and were before them
 seconds     of all that
@@ -22,9 +25,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Before vLLM is imported. Its engine core inside this process: one import for all families.
@@ -38,11 +42,12 @@ os.environ.update(
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
-from tests.e2e.megatron_models import KINDS, VOCAB, hf_logprobs, hf_model
+from tests.e2e.megatron_models import EXPERTS, KINDS, VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch
 from tests.ranks import flat_bytes
 
 HIDDEN = 128
@@ -56,10 +61,12 @@ Tensors = dict[str, torch.Tensor]
 
 TIED = ("qwen2", "gemma2", "gemma3", "smollm3")
 LATENT = {
-    kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128)
+    kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6)
     for kind in ("deepseek_v3", "glm4_moe_lite")
 }
-"""The sizes that vLLM's attention for them is compiled for."""
+"""The sizes that vLLM's attention for them is compiled for. transformers and the trainer take 1e-6 for the norms of
+low-rank vectors whatever rms_norm_eps is, vLLM takes rms_norm_eps: with 1e-5 (GLM-4.7-Flash) these norms are a relative
+2e-6 apart, and log-probabilities here 2e-5."""
 HEAD_TWICE = "qwen2"
 """Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
 
@@ -70,6 +77,32 @@ def rotate_in_plain_torch() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its dtype (norms, routers, angles) is in float64, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+def exact_logprobs(kind: str, seed: int) -> torch.Tensor:
+    model = model_of(kind, seed).double()
+    if kind in EXPERTS:
+        model.set_experts_implementation("eager")  # the others have no float64
+    with InFloat64():
+        return hf_logprobs(model, PROMPT, 1.0)
+
+
+def trainers_logprobs(model: Path) -> torch.Tensor:
+    batch = policy_batch([len(PROMPT)])
+    batch.tokens.copy_(PROMPT)
+    place = SimpleNamespace(world_size=1, rank=0, port=0)
+    with closing(make_trainer(place, model, algorithm={"loss": "sft"})) as trainer:
+        [logprobs] = trainer.compute_logprobs([batch])
+        return logprobs
 
 
 def model_of(kind: str, seed: int):
@@ -200,35 +233,55 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @dataclass
 class Case:
-    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each."""
+    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each by
+    transformers, in float32 and in float64, and where attention is latent by the trainer."""
 
     model: Path
     weights: list[Tensors]
     expected: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    trainers: list[torch.Tensor]
 
 
-@torch.no_grad()
 def prepare(kind: str, work: Path) -> Case:
-    weights = [weights_of(kind, seed, work / str(seed)) for seed in range(3)]
-    return Case(convert(kind, work), weights, [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in range(3)])
+    seeds = range(3)
+    weights = [weights_of(kind, seed, work / str(seed)) for seed in seeds]
+    trainers = [trainers_logprobs(work / str(seed)) for seed in seeds] if kind in LATENT else []
+    with torch.no_grad():
+        expected = [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in seeds]
+        exact = [exact_logprobs(kind, seed) for seed in seeds]
+    return Case(convert(kind, work), weights, expected, exact, trainers)
 
 
 def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
-    expected, tokens = case.expected, PROMPT
+    expected, tokens, trainers = case.expected, PROMPT, case.trainers
+    computed: list[torch.Tensor] = []
     if kind in LATENT:
         rotate_in_plain_torch()
     with engine_of(case.model) as engine:
+
+        def seen(seed: int) -> float:
+            computed.append(vllm_logprobs(engine, tokens))
+            return difference(computed[-1], expected[seed])
 
         def after(send: Callable[..., None], seed: int) -> float:
             tensors = case.weights[seed]
             buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
             send(engine, tensors, buckets, work)
-            return difference(vllm_logprobs(engine, tokens), expected[seed])
+            return seen(seed)
 
-        found = {"exported": difference(vllm_logprobs(engine, tokens), expected[0])}
+        found = {"exported": seen(0)}
         before = packed_copies()
         found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
         found |= {"abandoned": after(abandon_half_way, 2)}
+    sides = {"vllm": computed[:3], "trainer": trainers, "transformers": expected}
+    found["exact"] = {
+        side: max(difference(x.double(), y) for x, y in zip(logprobs, case.exact, strict=True))
+        for side, logprobs in sides.items()
+        if logprobs
+    }
+    if trainers:
+        found["trainer"] = max(difference(x, y) for x, y in zip(trainers, expected, strict=True))
     return found | {"moved": [difference(expected[seed], expected[seed + 1]) for seed in range(2)]}
 
 

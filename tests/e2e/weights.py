@@ -13,6 +13,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.table import controls
+from rltool.engines.fleet.lease import holder_of_this_process
+from rltool.engines.fleet.resume import resume_engines
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket, Completion, GenerateRequest, HttpRequest, SamplingParams
 from rltool.weights.transport import Rendezvous, transport
@@ -125,6 +128,32 @@ class Sender:
 
     async def one(self, request: GenerateRequest | None = None) -> Completion:
         return (await self.client.generate(self.engine.endpoint, request or new_request(), timeout=TIMEOUT))[0]
+
+
+def reset(engine: RunningEngine) -> RunningEngine:
+    """Free of whoever controlled it, serving, and with the weights of its model directory, whatever a test has done to
+    it. By value: what it samples then is what HF's forward pass says of these.
+
+    A vLLM is sent them: it cannot load tied embeddings again on a CPU (rltool/engines/plugin/reload.py).
+    """
+    holder = holder_of_this_process(uuid.uuid4().hex, "of a fixture")
+    own = AutoModelForCausalLM.from_pretrained(engine.launch.model, dtype=torch.float32).eval()
+
+    async def run() -> None:
+        async with EngineClient(run=holder.run) as client:
+            [resumed] = await resume_engines(client, [engine.endpoint], timeout=TIMEOUT, holder=holder, steal=True)
+            assert resumed.error is None, resumed.error
+            sender = Sender(client, engine)
+            if engine.endpoint.dialect == "sglang":
+                speaks = controls("sglang")
+                again = [*speaks.pause("abort"), *speaks.reload(str(engine.launch.model)), *speaks.resume()]
+                await sender.control(again)
+            else:
+                await sender.gloo(tensors_of(own), "default")
+            assert mean_difference(own, await sender.one()) < 1e-4
+
+    asyncio.run(run())
+    return engine
 
 
 async def _in_order(steps: Iterable[Awaitable[object]]) -> None:

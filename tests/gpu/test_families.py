@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.packed_seq_params import PackedSeqParams
 
+from rltool.megatron.attention import attention_with_sinks
+from rltool.megatron.layers import plain_attention
 from tests.e2e.engines import free_port
 from tests.e2e.megatron_models import EXPERTS, KINDS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.test_model_families import LENGTHS, on_disk
@@ -23,6 +27,49 @@ def trained_on_gpu(path, batch, dtype: str, **trainer):
         exported = {meta.name: tensor.cpu().clone() for meta, tensor in made.export_weights()}
         logprobs = torch.cat([x.cpu() for x in made.compute_logprobs([batch])])
         return logprobs, made.train_step([batch], global_loss_tokens=batch.num_loss_tokens), exported
+
+
+@pytest.mark.parametrize("window", [None, 128])
+@pytest.mark.parametrize("blocks", [False, True])
+def test_attention_with_sinks_at_real_sizes_is_plain_attention(window, blocks):
+    """gpt-oss's heads, packed, also where blocks of queries see more keys (context parallelism). The kernel in bf16 is
+    hardly further from fp32, gradients included, than plain attention in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((300, 700), (1, 1), (517, 517)) if blocks else ((700, 700), (1, 1), (517, 517))
+    ends = [[0, *accumulate(size[i] for size in sizes)] for i in (0, 1)]
+    packed = PackedSeqParams(
+        cu_seqlens_q=torch.tensor(ends[0], dtype=torch.int32, device="cuda"),
+        cu_seqlens_kv=torch.tensor(ends[1], dtype=torch.int32, device="cuda"),
+        max_seqlen_q=max(size[0] for size in sizes),
+        max_seqlen_kv=max(size[1] for size in sizes),
+    )
+    shapes = ((ends[0][-1], 64, 64), (ends[1][-1], 8, 64), (ends[1][-1], 8, 64), (64,))
+    inputs = [torch.randn(*shape, generator=generator).bfloat16().cuda() for shape in shapes]
+    by_output = torch.randn(*shapes[0], generator=generator).bfloat16().cuda()
+
+    def plain(query, key, value, sinks):
+        outputs = []
+        for (queries, keys), *at in zip(sizes, *ends, strict=False):
+            q, k, v = query[at[0] :][:queries], key[at[1] :][:keys], value[at[1] :][:keys]
+            last = keys - queries + torch.arange(queries, device="cuda")[:, None]
+            places = torch.arange(keys, device="cuda")
+            seen = (places <= last) & (places > last - (window or keys))
+            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+            options = {"attn_mask": seen, "is_causal": False, "scale": None, "enable_gqa": True}
+            outputs.append(plain_attention(None, sinks, q, k, v, **options)[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    def run(attend, dtype):
+        leaves = [x.to(dtype).requires_grad_() for x in inputs]
+        output = attend(*leaves)
+        return [x.float() for x in (output.detach(), *torch.autograd.grad(output, leaves, by_output.to(dtype)))]
+
+    exact, rounded = run(plain, torch.float32), run(plain, torch.bfloat16)
+    found = run(lambda *leaves: attention_with_sinks(*leaves, packed, None, window), torch.bfloat16)
+    for what, ours, theirs, expected in zip(("output", *"qkv", "sinks"), found, rounded, exact, strict=True):
+        error, reference = ((x - expected).norm() / expected.norm() for x in (ours, theirs))
+        print(what, float(error), float(reference))
+        assert error < 1.5 * reference + 0.001, f"{what} is off by {error:.2g}, plain attention by {reference:.2g}"
 
 
 @pytest.mark.parametrize("kind", KINDS)

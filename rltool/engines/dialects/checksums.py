@@ -83,10 +83,17 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
     held: set[str] = set()
     for key in engine:
         rank, parameter = _split(key)
+        if parameter not in implied:
+            parameter = _usual_name(parameter)
         if parameter in implied and (place := _TENSOR_PARALLEL.search(rank)) is not None:
             found[key] = implied[parameter][int(place[1])]
             held.add(parameter)
     return found | {parameter: digests[0] for parameter, digests in implied.items() if parameter not in held}
+
+
+def _usual_name(parameter: str) -> str:
+    """Of a parameter that vLLM's gpt-oss names otherwise than its checkpoints do."""
+    return parameter.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
 
 
 def tensor_parallel_size(checksums: Checksums) -> int | None:

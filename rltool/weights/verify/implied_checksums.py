@@ -75,18 +75,22 @@ def implied_checksums(
 def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
     """What each tensor-parallel rank of an engine holds of an HF tensor that the rule is about.
 
-    As Megatron cuts (Parameter.shard), but for two: a vocabulary is padded to a multiple of 64 rows, of 64 for each
-    rank where those cannot be divided; and where there are fewer heads of keys and values than ranks, several ranks
-    hold the same head.
+    As Megatron cuts (Parameter.shard), but for three: a vocabulary is padded to a multiple of 64 rows, of 64 for each
+    rank where those cannot be divided; where there are fewer heads of keys and values than ranks, several ranks hold
+    the same head; and a norm over all heads is whole on each rank.
     """
     if rule.vocabulary:
         tensor = _padded(tensor, ranks)
     for rank in range(ranks):
-        if rule.shard_dim is None:
+        if rule.shard_dim is None or _is_norm(rule):
             yield tensor
         else:
             count = _distinct(rule, tensor.shape, ranks)
             yield tensor.chunk(count, dim=rule.shard_dim)[rank * count // ranks]
+
+
+def _is_norm(rule: Parameter) -> bool:
+    return rule.name.endswith("_layernorm.weight")
 
 
 def _distinct(rule: Parameter, shape: Sequence[int], ranks: int) -> int:
@@ -96,7 +100,7 @@ def _distinct(rule: Parameter, shape: Sequence[int], ranks: int) -> int:
 
 def _divides(rule: Parameter, ranks: int) -> bool:
     """Whether every rank gets as much of each tensor as the others."""
-    if rule.shard_dim is None or rule.vocabulary:
+    if rule.shard_dim is None or rule.vocabulary or _is_norm(rule):
         return True
     if rule.parts:  # each part of the tensor is cut, not the tensor
         return ranks == 1

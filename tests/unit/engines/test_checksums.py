@@ -61,6 +61,13 @@ def test_what_a_checkpoint_implies_is_compared_rank_by_rank_and_with_every_repli
     assert found.differing == {"a": ("dp1:pp0:pcp0:tp1",)}
 
 
+def test_parameters_that_vllm_names_otherwise_in_gpt_oss_are_compared():
+    implied = {"model.embed_tokens.weight": ("1",), "model.layers.0.self_attn.sinks": ("2",)}
+    engine = {"tp0:model.embedding.weight": "1", "tp0:model.layers.0.attn.sinks": "x"}
+    found = compare(engine, with_ranks(engine, implied))
+    assert (found.equal, list(found.differing), found.unknown) == (1, ["model.layers.0.attn.sinks"], ())
+
+
 def test_tensor_parallel_ranks_are_counted_and_other_ranks_have_no_such_number():
     assert tensor_parallel_size({"dp0:pp0:tp0:a": "", "dp0:pp0:tp3:a": "", "dp1:pp1:tp2:b": ""}) == 4
     assert tensor_parallel_size({"dp0:pp0:tp0:a": "", "http0:a": ""}) is None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron import attention
 from rltool.megatron.attention import Shape, check_backend, disagreement, judged
+from rltool.megatron.layers import plain_attention
 
 CPU = torch.device("cpu")
 
@@ -294,3 +295,61 @@ def test_an_old_torch_that_cannot_is_refused(varlen, case):
     varlen("older")
     with pytest.raises(NotImplementedError, match="update torch"):
         disagreement(attention.torch_attention, reference, shape(**case))
+
+
+def flash_forward(query, key, value, packed, scale, window):
+    """FlashAttention's forward pass by its definition, for one sequence: output and log-sum-exp."""
+    scores, values = scores_of(query, key, value, window)
+    weights = scores.softmax(-1)
+    return (weights @ values).transpose(0, 1), scores.logsumexp(-1), scores.new_empty(0), scores.new_empty(0)
+
+
+def flash_backward(by_out, query, key, value, out, total, state, unused, packed, scale, window):
+    """Its backward pass (Dao 2023, algorithm 2), of what it is given: output, log-sum-exp, and their gradient."""
+    scores, values = scores_of(query, key, value, window)
+    weights, given = (scores - total.unsqueeze(-1)).exp(), by_out.transpose(0, 1)
+    delta = (by_out * out).sum(-1).t().unsqueeze(-1)
+    by_scores = weights * (given @ values.transpose(1, 2) - delta) * query.size(-1) ** -0.5
+    repeats = query.size(1) // key.size(1)
+    keys = key.transpose(0, 1).repeat_interleave(repeats, 0)
+
+    def grouped(x):
+        return x.unflatten(0, (-1, repeats)).sum(1).transpose(0, 1)
+
+    by_query = (by_scores @ keys).transpose(0, 1)
+    by_key = grouped(by_scores.transpose(1, 2) @ query.transpose(0, 1))
+    return by_query, by_key, grouped(weights.transpose(1, 2) @ given)
+
+
+def scores_of(query, key, value, window):
+    repeats, n = query.size(1) // key.size(1), len(query)
+    keys, values = (x.transpose(0, 1).repeat_interleave(repeats, 0) for x in (key, value))
+    at = torch.arange(n)
+    seen = (at <= at[:, None]) & (at > at[:, None] - (window or n))
+    scores = query.transpose(0, 1) @ keys.transpose(1, 2) * query.size(-1) ** -0.5
+    return scores.masked_fill(~seen, -math.inf), values
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_sinks_around_flash_attention_are_those_in_the_softmax_gradients_included(monkeypatch, window):
+    monkeypatch.setattr(attention, "_flash_forward", flash_forward)
+    monkeypatch.setattr(attention, "_flash_backward", flash_backward)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((9, 4, 8), (9, 2, 8), (9, 2, 8), (4,))
+    inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    by_output = torch.randn(9, 4, 8, generator=generator, dtype=torch.float64)
+
+    def plain(query, key, value, sinks):
+        at = torch.arange(9)
+        options = {"attn_mask": (at <= at[:, None]) & (at > at[:, None] - (window or 9)), "is_causal": False}
+        heads = (x.transpose(0, 1)[None] for x in (query, key, value))
+        return plain_attention(None, sinks, *heads, **options, scale=None, enable_gqa=True)[0].transpose(0, 1)
+
+    def run(attend):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        output = attend(*leaves)
+        return [output.detach(), *torch.autograd.grad(output, leaves, by_output)]
+
+    found = run(lambda *leaves: attention.attention_with_sinks(*leaves, None, None, window))
+    for ours, expected in zip(found, run(plain), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)

@@ -77,6 +77,20 @@ def test_experts_are_passed_over_and_their_router_is_not():
     assert len(set(found[f"{ATTENTION}q_norm.weight"])) == 1
 
 
+def test_a_norm_over_all_heads_is_whole_on_each_rank_of_an_engine():
+    state, found = implied(2, "Olmo2ForCausalLM")
+    for name in (f"{ATTENTION}q_norm.weight", f"{ATTENTION}k_norm.weight"):
+        assert found[name] == (digest(state[name]),) * 2
+    assert f"{ATTENTION}q_norm.weight" in implied(3, "Olmo2ForCausalLM")[1]
+
+
+def test_fused_tensors_stand_alone_and_are_passed_over_where_ranks_cut_their_parts():
+    state, found = implied(1, "Phi3ForCausalLM")
+    for name in (f"{QKV}.weight", f"{MLP}gate_up_proj.weight"):
+        assert found[name] == (digest(state[name]),)
+        assert name not in implied(2, "Phi3ForCausalLM")[1]
+
+
 def test_a_routers_bias_keeps_fp32_and_latent_queries_stand_alone():
     experts = dict(n_routed_experts=4, num_experts_per_tok=2, n_group=1, first_k_dense_replace=1)
     sizes = dict(q_lora_rank=None, kv_lora_rank=4, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=4)
