@@ -31,6 +31,11 @@ if TYPE_CHECKING:  # the same as `_MODULES`; a test compares them
     from rltool.environments.protocol import Start as Start
     from rltool.environments.protocol import Step as Step
     from rltool.environments.protocol import Task as Task
+    from rltool.models.base import Family as Family
+    from rltool.models.base import FamilyDefinition as FamilyDefinition
+    from rltool.models.decoder import Variant as Variant
+    from rltool.models.decoder import decoder as decoder
+    from rltool.models.decoder import refuse as refuse
     from rltool.processes.tasks import all_of as all_of
     from rltool.rollout.contracts import ContractViolation as ContractViolation
     from rltool.rollout.contracts import check_batch_hook as check_batch_hook
@@ -62,6 +67,8 @@ _MODULES = {
     "rltool.config.data": ("DataConfig",),
     "rltool.engines.types": ("Completion", "GenerateRequest", "SamplingParams"),
     "rltool.environments.protocol": ("Environment", "Start", "Step", "Task"),
+    "rltool.models.base": ("Family", "FamilyDefinition"),
+    "rltool.models.decoder": ("Variant", "decoder", "refuse"),
     "rltool.processes.tasks": ("all_of",),
     "rltool.rollout.contracts": (
         "ContractViolation", "check_batch_hook", "check_data_source", "check_eval_function", "check_generate_function",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
+from rltool.errors import RltoolError
 from rltool.processes.gpus import visible_gpus
 from rltool.terminal import Console, write_line
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
 
 CUTS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
 ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
+
+
+class ModelsDiffer(RltoolError):
+    """A family's model is not that of transformers, or not the same in another layout."""
 
 
 class ShowByDefault(TyperGroup):
@@ -85,6 +92,35 @@ def show(
         for line in found.lines():
             console.print(line)
     raise typer.Exit(0 if found.refused is None else 1)
+
+
+@app.command()
+def check(
+    family: Annotated[str, typer.Argument(help="Import path of a FamilyDefinition: my_family:FAMILY.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Checkpoint whose config.json is taken, with small sizes; else transformers' defaults."),
+    ] = None,
+) -> None:
+    """Compare a family of your own with transformers on tiny random weights: log-probabilities, gradients, packing, the
+    export, tensor parallelism. Exit code 1 if something differs."""
+    from rltool.checkpoints.family_check import check_family
+
+    console = Console()
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="rltool-models-") as work:
+        for finding in check_family(family, model, Path(work)):
+            mark, style = {True: ("ok", "green"), False: ("FAILED", "bold red"), None: ("not compared", "yellow")}[
+                finding.ok
+            ]
+            failed += finding.ok is False
+            console.print(Text.assemble((f"{mark:>12}", style), f"  {finding.what}: {finding.detail}"))
+    if failed:
+        raise ModelsDiffer(
+            f"{family}: {failed} comparison{'s' * (failed > 1)} failed: this is not the model of transformers; "
+            "docs/extending.md, \"Adding a model family\", has what a family states"
+        )
+    console.print(f"{family} is right as far as this shows; train it with --set model.family={family}")
 
 
 @app.callback()

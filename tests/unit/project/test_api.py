@@ -14,12 +14,13 @@ from rltool import api
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = {
     "AlgorithmConfig", "Completion", "ContractViolation", "DataConfig", "Environment", "EvalContext", "EvalSet",
+    "Family", "FamilyDefinition",
     "GenerateContext", "GenerateRequest", "Group", "LoggedRun", "LossTokens", "RewardContext", "RolloutContext",
-    "Sample", "SampleStatus", "SamplingParams", "Start", "Step", "Task", "TrainBatch", "all_of",
+    "Sample", "SampleStatus", "SamplingParams", "Start", "Step", "Task", "TrainBatch", "Variant", "all_of",
     "check_advantage_function",
     "check_batch_hook", "check_data_source", "check_eval_function", "check_generate_function", "check_group_filter",
     "check_group_hook", "check_group_reward", "check_logger", "check_loss_function", "check_metrics_function",
-    "check_reward_function", "check_rollout_function",
+    "check_reward_function", "check_rollout_function", "decoder", "refuse",
 }  # fmt: skip
 """Written out: one that is taken away, or renamed, breaks users' code."""
 

@@ -67,6 +67,7 @@ OWNERS = {
     "transformers": {
         "rollout/tokenizer.py": "the tokenizer",
         "checkpoints/logits.py": "the logits to compare with",
+        "checkpoints/family_check.py": "the tiny model to compare with",
         "quickstart/tiny_model.py": "makes a model",
     },
     "typer": {"commands": "verbs", "cli.py": "verbs"},
