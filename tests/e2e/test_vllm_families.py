@@ -26,7 +26,7 @@ NEAR = 1e-5
 DIFFERENT = 0.1
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-LONG = ("glm4", "olmo2", "olmoe", "smollm3", "phi3", "qwen2_moe")
+LONG = ("glm4", "olmo2", "olmoe", "smollm3", "qwen2_moe")
 FAMILIES = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 
 
