@@ -72,10 +72,10 @@ def hf_to_torch_dist(
         raise UsageError(f"{source} is a torch_dist directory already; to write a Hugging Face directory use --to hf")
     family = family_for(config, own)
     directories.refuse_existing(target)
-    chosen = _dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+    chosen = chosen_dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
     plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
-    with _single_process() as runtime, HFTensors(source) as tensors:
+    with single_process() as runtime, HFTensors(source) as tensors:
         check_tensors(family, tensors, source)
         layout = ShardedLayout(family, chosen, runtime)
 
@@ -100,7 +100,7 @@ def hf_to_torch_dist(
         except BaseException:
             directories.abandon(partial)
             raise
-    return _summary(family.architecture, plan, started, source, checked)
+    return summary(family.architecture, plan, started, source, checked)
 
 
 def _check_no_run(source: Path) -> None:
@@ -133,12 +133,16 @@ def torch_dist_to_hf(
     if not manifests.is_checkpoint(source) and any((source / name).is_file() for name in (INDEX, SINGLE)):
         raise UsageError(f"{source} is a Hugging Face directory already; without --to hf it becomes a torch_dist one")
     family = family_for(config, own)
+    if manifests.read(source).lora:
+        raise UsageError(
+            f"{source} holds adapters alone: add --merge to write their model with them, or write them with --to peft"
+        )
     directories.refuse_existing(target)
-    chosen = _dtype(dtype or manifests.read(source).dtype)
+    chosen = chosen_dtype(dtype or manifests.read(source).dtype)
     plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
     # A run that is still going may delete the checkpoint by its retention, unless it is being read.
-    with directories.reading(source), _single_process() as runtime:
+    with directories.reading(source), single_process() as runtime:
         report(f"checking the hashes of {source}")
         open_verified(runtime, family, source)
         read = TorchDistReader(ShardedLayout(family, chosen, runtime), source / STATE).read
@@ -160,17 +164,17 @@ def torch_dist_to_hf(
             max_shard_bytes=max_shard_bytes,
             check=check if verify else None,
         )
-    return _summary(family.architecture, plan, started, source, checked)
+    return summary(family.architecture, plan, started, source, checked)
 
 
-def _dtype(name: str) -> torch.dtype:
+def chosen_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is not supported; choose one of {', '.join(DTYPES)} with --dtype")
     return getattr(torch, name)
 
 
 @contextmanager
-def _single_process() -> Iterator[Runtime]:
+def single_process() -> Iterator[Runtime]:
     """A world of one rank on loopback; Megatron's checkpointing wants process groups even so."""
     _return_freed_memory()
     runtime = Runtime(ParallelLayout(), Rendezvous(0, "127.0.0.1", 0, timeout=600), device="cpu", seed=0)
@@ -191,7 +195,7 @@ def _return_freed_memory() -> None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
-def _summary(
+def summary(
     architecture: str, plan: ExportPlan, started: float, source: Path, checked: list[tuple[int, float]]
 ) -> Conversion:
     equal, difference = checked[0] if checked else (None, None)

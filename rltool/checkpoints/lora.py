@@ -25,7 +25,8 @@ def describe_base(directory: Path) -> dict[str, dict[str, Any]]:
 
 def describe_lora(lora: LoraConfig, base: Path) -> dict[str, Any]:
     """`Manifest.lora`."""
-    described = lora.model_dump(mode="json", include={"rank", "alpha", "targets"})
+    targets = lora.targets if lora.targets == "all-linear" else list(lora.targets)
+    described = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
     return {**described, "base_path": str(Path(base).absolute()), "base_files": describe_base(base)}
 
 

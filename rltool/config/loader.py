@@ -232,11 +232,12 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _unknown(model: type[BaseModel], key: str, parent: str, part: str, section: type[BaseModel], origin: str) -> None:
     before = f"{parent}." if parent else ""
     nearest = difflib.get_close_matches(part, section.model_fields, n=1, cutoff=0.6)
-    if nearest:
-        inside = _inside(_section(section, nearest[0]), key.removeprefix(f"{before}{part}").removeprefix("."))
-        suggestion = f"did you mean {before}{nearest[0]}{inside}?"
-    else:  # right name, wrong section: look for it everywhere
-        elsewhere = [k for k in _all_keys(model) if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    rest = key.removeprefix(f"{before}{part}").removeprefix(".")
+    # Right name, wrong section: looked for everywhere, also where a section is called nearly so, which is no value.
+    elsewhere = [k for k in _all_keys(model) if k.rpartition(".")[2] == key.rpartition(".")[2]]
+    if nearest and not (elsewhere and not rest and _section(section, nearest[0])):
+        suggestion = f"did you mean {before}{nearest[0]}{_inside(_section(section, nearest[0]), rest)}?"
+    else:
         suggestion = (
             f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(sorted(section.model_fields))}"
         )

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from rltool.checkpoints.convert import torch_dist_to_hf
+from rltool.checkpoints.convert_adapters import adapters_to_peft, merge_to_hf
 from rltool.checkpoints.peft_format import PeftAdapter, write_peft
 from rltool.checkpoints.torch_dist import load_adapters, load_checkpoint, save_checkpoint
 from rltool.config.sections import LoraConfig
@@ -162,15 +166,23 @@ def peft_gradients(model, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe", "glm4_moe_lite"])
+MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3")
+"""Products that HF fuses, other orders of rows, norms behind the product, dense layers beside experts."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=["qwen3", "qwen3_moe", "glm4_moe_lite", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)],
+)
 def family(request, tmp_path_factory):
     """(kind, model's directory, adapter's, batch, log-probabilities without and with it, loss, gradients by peft)."""
     kind = request.param
-    path = save_hf(tmp_path_factory.mktemp(kind), kind, tied=kind == "qwen3")
+    tied = kind in ("qwen3", "gemma2")
+    path = save_hf(tmp_path_factory.mktemp(kind), kind, tied)
     adapter = random_adapter(tmp_path_factory.mktemp(f"{kind}-adapter") / "adapter", path)
     batch = policy_batch(LENGTHS)
     sequences = batch.tokens.split(batch.lengths.tolist())
-    model = peft_model(kind, kind == "qwen3", adapter)
+    model = peft_model(kind, tied, adapter)
     with model.disable_adapter(), torch.no_grad():
         plain = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
     logprobs = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
@@ -210,8 +222,6 @@ def test_logprobs_gradients_and_merged_weights_are_those_of_peft_in_every_layout
 
 
 def merged_by_hand(path, adapter, adapted) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
     weights = {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
     low = load_file(adapter / "adapter_model.safetensors")
     for each in adapted:
@@ -267,6 +277,40 @@ def test_a_checkpoint_of_adapters_resumes_exactly_and_in_another_layout(ranks, t
             assert step["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=1e-4), layout
             assert step["train/lr"] == wanted["train/lr"]
         assert (after == digest) == (layout == {"ep": 2})
+    convert_and_begin_again(ranks, path, directory, saved, batch, tmp_path)
+
+
+def convert_and_begin_again(ranks, path, directory, saved, batch, tmp_path):
+    """The checkpoint as an adapter of peft's and as a whole model; and runs that begin from it."""
+    from peft import PeftModel
+
+    adapter, whole, again = tmp_path / "peft", tmp_path / "whole", tmp_path / "again"
+    with pytest.raises(UsageError, match="add --merge"):
+        torch_dist_to_hf(directory, whole)
+    assert adapters_to_peft(directory, adapter).tensors_equal == len(merge_sources(path))
+    done = merge_to_hf(directory, whole)
+    assert done.logit_difference is not None and done.logit_difference < 1e-4
+    merge_to_hf(adapter, again)
+    for written in (whole, again):
+        on_disk = {name: t for file in written.glob("*.safetensors") for name, t in load_file(file).items()}
+        assert on_disk.keys() == saved.keys()
+        for name, tensor in saved.items():
+            torch.testing.assert_close(on_disk[name], tensor, rtol=0, atol=1e-6, msg=name)
+    model = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32).eval()
+    sequences = batch.tokens.split(batch.lengths.tolist())
+    with torch.no_grad():
+        expected = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
+        tuned = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), adapter)
+        by_peft = torch.cat([hf_logprobs(tuned.eval(), tokens, 1.0) for tokens in sequences])
+    torch.testing.assert_close(by_peft, expected, rtol=0, atol=1e-5)
+    for source in (adapter, directory):
+        _, found, *_ = ranks.run(case, 2, path, source, batch, {"ep": 2})[0]
+        torch.testing.assert_close(torch.cat(found), expected, rtol=0, atol=1e-5)
+
+
+def merge_sources(path) -> list:
+    adapted = adapters_of(family_for(read_hf_config(path)), LORA["rank"], "all-linear")
+    return [parameter for each in adapted for parameter in each.parameters]
 
 
 def test_a_checkpoint_of_adapters_is_refused_beside_another_model_or_for_other_adapters(ranks, dense, tmp_path):

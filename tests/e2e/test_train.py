@@ -102,6 +102,21 @@ def test_it_evaluates_before_and_after_and_writes_checkpoint_export_and_tensorbo
     assert not (run / "state" / "train.json").exists()
 
 
+def test_adapters_are_merged_for_engines_that_agree_at_every_step_and_the_run_resumes(direct):
+    lora = ["lora.rank=4", "optimizer.lr=0.01", "algorithm.kl.kind=loss", "algorithm.kl.coef=0.01"]
+    lora.append("optimizer_steps_per_rollout=1")
+    direct("train", "lora", sets=[*lora, "steps=2"])
+    direct("train", "lora", "--resume", sets=[*lora, "steps=4"])
+    steps = direct.steps("lora")
+    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+    for record in steps:
+        assert 0 < record["train/logprob_abs_diff_mean"] < 1e-5, "merged weights, in float32 on both sides"
+    assert steps[0]["train/kl"] == 0, "the reference is the model without adapters"
+    assert steps[-1]["train/kl"] > 1e-6
+    manifest = json.loads((latest_checkpoint(direct.runs / "lora" / "checkpoints") / "manifest.json").read_text())
+    assert manifest["lora"]["rank"] == 4
+
+
 def test_every_number_that_was_logged_is_explained(routed, trained):
     names = {name for record in routed.metrics("trained") for name in record if "/" in name}
     assert undocumented(names) == []

@@ -11,15 +11,19 @@ from functools import partial
 from pathlib import Path
 
 from rltool.agents.pool import check_agent
+from rltool.checkpoints.lora import check_lora
 from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
+from rltool.checkpoints.peft_format import PeftAdapter, check_settings, is_peft
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import EnginesConfig
+from rltool.config.sections import LoraConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
+from rltool.models.adapters import adapters_of
 from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
 from rltool.models.hf_directory import HFTensors, check_tensors
@@ -122,11 +126,27 @@ def check_model(config: TrainConfig) -> None:
         check_grouped_products(family, tensor_parallel=trainer.tensor_parallel, dtype=config.model.dtype)
     if trainer.router_bias_update_rate:
         check_router_bias(family)
+    if config.lora.rank:
+        check_adapters(family, config.lora)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
         critic = check_critic(family, config.model.path, config.critic.path)
         check_layout(critic, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+
+
+def check_adapters(family: Family, lora: LoraConfig) -> None:
+    """The model has what lora.targets names, and lora.init holds adapters of these. Reads no tensor."""
+    adapted = adapters_of(family, lora.rank, lora.targets)
+    if lora.init is None:
+        return
+    if is_peft(lora.init):
+        check_settings(lora.init, lora)
+        PeftAdapter(lora.init, adapted).close()
+    elif is_checkpoint(lora.init):
+        check_lora(read_manifest(lora.init), lora, lora.init)
+    else:
+        raise UsageError(f"lora.init: {lora.init} is neither an adapter of peft's nor a checkpoint of a run")
 
 
 def check_weights(config: TrainConfig) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from pydantic import ValidationError
 
+from rltool.checkpoints.peft_format import write_peft
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.models.adapters import Adapted, adapters_of, merged
 from rltool.models.base import Parameter
 from rltool.models.registry import family_for
+from rltool.training.checks.validate import check_adapters
 
 MIXTURE = {
     "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1,
@@ -75,3 +79,19 @@ def test_merging_rounds_once():
 def test_settings_that_cannot_work_are_refused_by_name(settings, message):
     with pytest.raises(ValidationError, match=message):
         LoraConfig(**settings)
+
+
+def test_adapters_to_begin_with_are_checked_before_a_run_starts(tmp_path):
+    family, lora = family_for(MIXTURE), LoraConfig(rank=2, targets=("qkv",), init=tmp_path / "adapter")
+    with pytest.raises(UsageError, match="neither an adapter of peft's nor a checkpoint"):
+        check_adapters(family, lora)
+    write_peft(tmp_path / "adapter", family, lora, "base", lambda parameter: torch.zeros(parameter.merged_shape))
+    check_adapters(family, lora)
+    with pytest.raises(UsageError, match=r"has alpha = 32, but lora\.alpha is 8"):
+        check_adapters(family, lora.model_copy(update={"alpha": 8.0}))
+    with pytest.raises(UsageError, match=r"lacks .*o_proj.*set lora\.targets"):
+        check_adapters(family, lora.model_copy(update={"targets": ("qkv", "proj")}))
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(UsageError, match="use_dora = True is not implemented"):
+        check_adapters(family, lora)
