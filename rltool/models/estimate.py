@@ -114,7 +114,8 @@ class Estimate:
     def _settings(self) -> dict[str, Any]:
         """Those of [trainer] that differ from the defaults."""
         assert self.trainer is not None
-        given = self.trainer.model_dump(exclude_defaults=True, mode="json")
+        shown, defaults = self.trainer.shown(), TrainerConfig().shown()
+        given = {key: value for key, value in shown.items() if value != defaults[key]}
         return {"world_size": self.trainer.world_size} | given
 
 

@@ -175,7 +175,7 @@ def test_existing_target_is_refused_and_untouched(tmp_path, source):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; supported"),
+        ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM; `rltool models` lists all"),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "dynamic"),
         ({"dtype": "float16"}, "float16"),
         ({"num_hidden_layers": 3}, r"unknown tensors.*model\.layers\.3"),
@@ -212,8 +212,8 @@ def test_stored_head_that_contradicts_the_tie_is_refused(tmp_path):
 def test_wrong_mapping_is_caught_by_the_logits_although_tensors_agree(tmp_path, source, monkeypatch):
     right = convert.family_for
 
-    def wrong(config):
-        family = right(config)
+    def wrong(config, own=None):
+        family = right(config, own)
         family.rotary.inverse_frequencies[1:] *= 1.5
         return family
 
