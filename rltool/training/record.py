@@ -12,6 +12,7 @@ from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects import supported
 from rltool.engines.dialects.protocol import PauseMode
+from rltool.engines.fleet.state import gpus_of
 from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.training.engine_benchmark import Totals, simulate_sync
 from rltool.training.manager.rollout_engines import Engines
@@ -61,7 +62,7 @@ async def _record(
                 info={"metrics": rollout.metrics, **about_model(config)},
             )  # fmt: skip
             log(step_line(step, config.steps, rollout.metrics))
-        for line in totals.lines(gpus=sum(info.world_size for info in engines.infos.values())):
+        for line in totals.lines(gpus=gpus_of(service.fleet.members())):
             log(line)
     finally:
         await service.close()

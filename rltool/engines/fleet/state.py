@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -116,6 +117,13 @@ class Member:
     @property
     def url(self) -> str:
         return self.endpoint.url
+
+
+def gpus_of(members: Iterable[Member]) -> int:
+    """GPUs that these engines use: one that several share counts once, where their starter knew which it is."""
+    members = list(members)
+    known = {uuid for member in members for uuid in member.endpoint.gpu_uuids}
+    return len(known) + sum(member.info.world_size for member in members if not member.endpoint.gpu_uuids)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
+from rltool.engines.fleet.state import gpus_of
 from rltool.engines.run_client import ComparedEngine, ComparedWeights, EngineStatus
 from rltool.engines.weight_version import Lineage
 from rltool.errors import RltoolError, UnknownEngine, UsageError
@@ -399,7 +400,7 @@ class RolloutService:
 
     async def _to_rollout(self, collected: Collected, step: int, put: Put | None) -> Rollout:
         serving, stats = self.fleet.members(State.READY), self._scorer.take_stats()
-        gpus = sum(engine.info.world_size for engine in serving)
+        gpus = gpus_of(serving)
         rollout, rates = await asyncio.gather(
             to_rollout(
                 self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from rltool.engines.fleet.fleet import TRANSITIONS, Fleet, FleetPolicy, IllegalTransition, State
+from rltool.engines.fleet.state import gpus_of
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from tests import fleets
 from tests.clock import Clock
@@ -825,3 +826,12 @@ def test_the_walks_take_every_transition_that_exists():
         walk.run(1500)
         seen |= walk.seen
     assert seen == {(before, after) for before, afters in TRANSITIONS.items() for after in afters}
+
+
+def test_a_gpu_that_engines_share_counts_once():
+    world = World()
+    for url, uuids in ((A, ("x", "y")), (B, ("y",))):
+        fleets.add(world.fleet, fleets.endpoint(url, gpu_uuids=uuids))
+    assert gpus_of(world.fleet.members()) == 2
+    fleets.add_probed(world.fleet, JUDGE, world_size=4)  # known by its address alone
+    assert gpus_of(world.fleet.members()) == 6
