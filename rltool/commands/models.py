@@ -140,13 +140,14 @@ def facts(family: FamilyDefinition) -> dict[str, Any]:
 
 
 def families_table(families: tuple[FamilyDefinition, ...]) -> Table:
-    table = Table(title="Model families (docs/models.md)", title_justify="left")
-    for name in ("opens", "architecture", "refused", "compared in parallel", "and in"):
-        table.add_column(name, overflow="fold")
+    table = Table(
+        title="Model families (docs/models.md), and the layouts and engines that each is compared in",
+        title_justify="left",
+    )
+    for name, width in (("family", None), ("layouts", 11), ("engines", None), ("refused", None)):
+        table.add_column(name, width=width)
     for family in families:
-        told = facts(family)
-        table.add_row(
-            family.opens, "\n".join(family.architectures), family.refuses or "-", ", ".join(told["layouts"]),
-            ", ".join(told["engines"]),
-        )  # fmt: skip
+        opens = Text(f"{family.opens}\n").append("\n".join(family.architectures), style="dim")
+        layouts = " ".join(cut.upper() for cut in family.layouts)
+        table.add_row(opens, layouts, "\n".join(facts(family)["engines"]), family.refuses or "-")
     return table
