@@ -103,6 +103,7 @@ class Facts(BaseModel):
     versions: dict[str, str | None]
     gpus: list[Gpu]
     nccl_override: str | None
+    keeps_bytecode: bool
     can_listen: str | None
     """None: loopback ports can be bound; else why not."""
     can_write_runs: str | None
@@ -135,6 +136,7 @@ def collect() -> Facts:
         versions={name: _version(name) for name in SHOWN},
         gpus=visible_gpus(),
         nccl_override=os.environ.get("VLLM_NCCL_SO_PATH"),
+        keeps_bytecode=not sys.dont_write_bytecode,
         can_listen=_listen_problem(),
         can_write_runs=_write_problem(runs_root()),
         sandbox=sandbox,
@@ -210,6 +212,16 @@ def _machine(facts: Facts) -> list[Finding]:
                 about="shared memory",
                 text=text,
                 fix="start the container with --shm-size=8g or --ipc=host",
+            )
+        )
+    if not facts.keeps_bytecode:
+        found.append(
+            Finding(
+                level="warning",
+                about="bytecode",
+                text="Python keeps none (PYTHONDONTWRITEBYTECODE or -B): every process compiles its sources again, an "
+                "import of vLLM takes half a minute",
+                fix="unset PYTHONDONTWRITEBYTECODE",
             )
         )
     if not facts.gpus:

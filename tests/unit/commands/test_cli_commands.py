@@ -126,8 +126,8 @@ EXTRAS = (
 def facts(**changes):
     whole = dict(
         rltool="0.1.0", python="3.11.7", executable="/venv/bin/python", source=None, platform="Linux", cpus=2,
-        memory=1 << 34, shared_memory=8 << 30, gpus=[], nccl_override=None, can_listen=None,
-        can_write_runs=None, sandbox=["a user namespace"], sandbox_problem=None,
+        memory=1 << 34, shared_memory=8 << 30, gpus=[], nccl_override=None, keeps_bytecode=True,
+        can_listen=None, can_write_runs=None, sandbox=["a user namespace"], sandbox_problem=None,
         versions={name: "1.0" for name in (*BASE, *EXTRAS)},
     )  # fmt: skip
     return Facts(**(whole | changes))
@@ -193,6 +193,10 @@ def test_an_nccl_too_old_for_weight_transfer_is_a_warning_where_gpus_are(version
 
 def test_small_shared_memory_is_a_warning():
     assert levels(examine(facts(shared_memory=64 << 20)))["shared memory"] == "warning"
+
+
+def test_python_that_compiles_its_sources_in_every_process_is_a_warning():
+    assert levels(examine(facts(keeps_bytecode=False)))["bytecode"] == "warning"
 
 
 def test_a_host_that_can_wall_no_programs_is_complete_but_for_them():
