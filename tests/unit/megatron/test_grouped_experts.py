@@ -174,8 +174,8 @@ def test_demanding_them_in_float32_on_a_gpu_is_refused():
         {"activation_func": F.gelu},
         {"activation_func_clamp_value": 7.0},
         {"glu_linear_offset": 1.0},
-        {"add_bias_linear": True},
         {"gated_linear_unit": False},
+        {"gated_linear_unit": False, "add_bias_linear": True},
         {"moe_apply_probs_on_input": True},
     ],
 )
@@ -189,4 +189,6 @@ def test_experts_of_another_kind_stay_megatrons(change):
         moe_apply_probs_on_input=False,
     )
     assert experts.computes(SimpleNamespace(**plain))
+    biased = {"add_bias_linear": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+    assert experts.computes(SimpleNamespace(**plain | biased)), "gpt-oss's"
     assert not experts.computes(SimpleNamespace(**plain | change))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -96,6 +97,7 @@ def test_a_run_that_is_cut_off_is_resumed_without_what_passed(pytester, tmp_path
     pytester.makepyfile(test_some=CUT_OFF)
     commit()
     monkeypatch.setenv("MADE", str(made))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     assert pytester.runpytest_subprocess("-p", "no:cacheprovider").ret == 9
     report = LongReport(tmp_path / "long.json", pytester.path)
     assert outcomes(report) == {"test_a": "passed", "test_b": "failed"}

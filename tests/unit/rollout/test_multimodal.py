@@ -243,7 +243,7 @@ def test_a_row_of_an_own_source_is_refused_as_it_comes(configured):
 
 def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(configured, monkeypatch, model):
     sees = replace(family_for(read_hf_config(model)), modalities=frozenset({"image"}))
-    monkeypatch.setattr(modalities, "family_for", lambda config: sees)
+    monkeypatch.setattr(modalities, "family_for", lambda config, own=None: sees)
     config = configured(FUNCTION)
     assert training_refusal(config, {"image"}) is None
     assert str(training_refusal(config, {"image", "audio"})).startswith("audio, and the trainer's")
