@@ -381,10 +381,10 @@ def rooms_page() -> str:
 def models_page() -> str:
     lines, checked = [], []
     for family in FAMILIES:
-        told = facts(family)
+        stated = facts(family)
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
         lines.append(row(family.opens, architectures, family.special, family.refuses))
-        checked.append(row(architectures, ", ".join(told["layouts"]), ", ".join(told["engines"])))
+        checked.append(row(architectures, ", ".join(stated["layouts"]), ", ".join(stated["engines"])))
     return MODELS_HEAD + "\n".join(lines) + "\n" + MODELS_CHECKED + "\n".join(checked) + "\n" + MODELS_TAIL
 
 

@@ -15,12 +15,14 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
+from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, attention_with_sinks, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import context_parallel_group
 from rltool.models.base import Attention, Rotary
+from rltool.models.gpt_oss import swish
 
 
 class RMSNorm(torch.nn.Module):
@@ -81,9 +83,11 @@ class BiasedExpert(MLP):
 
 
 def gate_of(config: Any) -> Gate:
-    """Of experts with biases. config: Megatron's; its activation is `models.gpt_oss.swish`."""
-    limit = config.activation_func_clamp_value
-    alpha = config.activation_func.keywords["alpha"]
+    """Of experts with biases. config: Megatron's. UsageError for an activation other than silu and gpt-oss's."""
+    limit, activation = config.activation_func_clamp_value, config.activation_func
+    if activation is not F.silu and getattr(activation, "func", None) is not swish:
+        raise UsageError(f"experts with biases take silu or models.gpt_oss.swish, not {activation}")
+    alpha = 1.0 if activation is F.silu else activation.keywords["alpha"]
     return Gate(alpha, config.glu_linear_offset, math.inf if limit is None else limit)
 
 

@@ -36,6 +36,7 @@ from rltool.megatron.layers import (
     PackedCausalAttention,
     RMSNorm,
     RotaryPositions,
+    gate_of,
 )
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.patches import (
@@ -161,6 +162,7 @@ def build_model(
                 cast(GatedMLP, mlp).recompute_gated = trainer.recompute != "none" and index >= whole
         for expert in getattr(getattr(layer.mlp, "experts", None), "local_experts", ()):
             if config.add_bias_linear:
+                gate_of(config)  # before the first step, what it refuses
                 expert.__class__ = BiasedExpert
         if config.moe_router_enable_expert_bias and hasattr(layer.mlp, "router"):
             bias_as_parameter(cast(Any, layer.mlp).router, counts=trainer.router_bias_update_rate > 0)

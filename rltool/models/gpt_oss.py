@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltool.errors import UsageError
 from rltool.models.base import WITH_EXPERTS, Attention, Family, FamilyDefinition
-from rltool.models.decoder import Variant, decoder, refuse, require
+from rltool.models.decoder import Variant, decoder, refuse, require, windows
 from rltool.models.experts import Router, stacked_experts
 from rltool.models.mxfp4 import unquantized
 
@@ -29,6 +28,8 @@ DEFAULTS = {
 }
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 """transformers' defaults, which config.json may leave out."""
+FULL_EVERY = 2
+"""Of the layers, where config.json does not name their kinds."""
 
 
 def swish(x: Tensor, alpha: float) -> Tensor:
@@ -41,20 +42,13 @@ def build(config: dict[str, Any]) -> Family:
     refuse(config, hidden_act="silu", attention_bias=True)
     if not config.get("rope_parameters") and not config.get("rope_scaling"):
         config["rope_scaling"] = YARN
-    layers, hidden, ffn = require(config, "num_hidden_layers", "hidden_size", "intermediate_size")
-    kinds = config.get("layer_types") or ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise UsageError(f"config.json: layer_types must name sliding_attention or full_attention for {layers} layers")
-    window, top_k = config["sliding_window"], config["num_experts_per_tok"]
-    feed_forward = stacked_experts(
-        hidden=hidden, ffn=ffn, experts=config["num_local_experts"], router=Router(top_k, normalize=True)
-    )
+    hidden, ffn = require(config, "hidden_size", "intermediate_size")
+    router = Router(config["num_experts_per_tok"], normalize=True)
+    feed_forward = stacked_experts(hidden=hidden, ffn=ffn, experts=config["num_local_experts"], router=router)
     variant = Variant(
         qkv_bias=True,
         bias=True,
-        attention=Attention(
-            windows=tuple(window if kind == "sliding_attention" else None for kind in kinds), sinks=True
-        ),
+        attention=Attention(windows=windows(config, FULL_EVERY), sinks=True),
         activation=partial(swish, alpha=config["swiglu_alpha"]),
         feed_forward=feed_forward,
         transformer={"glu_linear_offset": 1.0, "activation_func_clamp_value": config["swiglu_limit"]},

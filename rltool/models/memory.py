@@ -186,6 +186,8 @@ class EngineBytes:
 
 
 def engine_bytes(family: Family, *, tensor_parallel: int = 1, dtype: str = "bfloat16") -> EngineBytes:
+    """What an engine's layers hold on GPUs over which they are cut; an engine of fewer heads of keys than GPUs has some
+    of them twice. dtype: of weights and cache."""
     shape, item, latent = family.transformer, _item(dtype), family.attention.latent
     if latent is not None:  # one vector for all heads, which each GPU has
         a_layer = (latent.rank + latent.rotary) * item

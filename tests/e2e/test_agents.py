@@ -99,10 +99,9 @@ def test_log_probabilities_recorded_over_several_turns_are_the_trainer_s(job, ho
     for stretches in called:
         assert [mask for mask, _ in stretches[:4]] == [1, 0, 1, 0][: len(stretches)] and len(stretches) > 2
         assert "<tool_response>\n5\n" in stretches[1][1]
-    further = [stretches for stretches in called if len(stretches) > 3]
-    # The others were sampled into a second turn that did not end within the response.
-    assert 2 * len(further) > len(called)
-    assert all(FURTHER in stretches[3][1] for stretches in further)
+        # One that was sampled into a second turn without an end is cut off there.
+        assert FURTHER in stretches[3][1] if len(stretches) > 3 else not stretches[2][1].endswith("<|im_end|>")
+    assert any(len(stretches) > 3 for stretches in called)
     assert any(ANSWER in stretches[2][1] for stretches in called)
     version = steps[1]["weight_versions"]
     for sample in samples:

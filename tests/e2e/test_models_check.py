@@ -1,4 +1,4 @@
-"""`rltool models check`: a family that is right passes, on one rank and two, and one that is wrong is told how."""
+"""`rltool models check`: a right family passes, on one rank and two; of a wrong one it names what differs."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ def wrong(tmp_path, monkeypatch):
 def run(capsys, *words: str) -> tuple[int, str]:
     with pytest.raises(SystemExit) as end:
         main(["models", "check", *words])
-    told = capsys.readouterr()
-    return end.value.code or 0, " ".join((told.out + told.err).split())
+    captured = capsys.readouterr()
+    return end.value.code or 0, " ".join((captured.out + captured.err).split())
 
 
 def test_the_example_is_the_model_of_transformers_on_one_rank_and_two(capsys):
-    code, told = run(capsys, EXAMPLE)
-    assert code == 0 and "FAILED" not in told and "not compared" not in told
+    code, output = run(capsys, EXAMPLE)
+    assert code == 0 and "FAILED" not in output and "not compared" not in output
     for at in ("TP 1", "TP 2"):
         for what in ("export: ", "packed against one by one", "log-probabilities of transformers", "gradients of"):
-            assert f"ok {at}: {what}" in told.replace("names and bytes of the ", "")
+            assert f"ok {at}: {what}" in output.replace("names and bytes of the ", "")
 
 
 def test_a_wrong_family_ends_with_1_and_says_what_differs(capsys, wrong):
-    code, told = run(capsys, "wrong_families:ROPE")
+    code, output = run(capsys, "wrong_families:ROPE")
     assert code == 1
-    assert "FAILED TP 1: log-probabilities of transformers" in told and "FAILED TP 1: gradients" in told
-    assert "ok TP 1: names and bytes" in told and "this is not the model of transformers" in told
+    assert "FAILED TP 1: log-probabilities of transformers" in output and "FAILED TP 1: gradients" in output
+    assert "ok TP 1: names and bytes" in output and "this is not the model of transformers" in output
 
 
 def test_tensors_that_a_family_leaves_out_are_named(capsys, wrong):
-    code, told = run(capsys, "wrong_families:BIASES")
-    assert code == 2 and "unknown tensors" in told and "self_attn.k_proj.bias" in told
+    code, output = run(capsys, "wrong_families:BIASES")
+    assert code == 2 and "unknown tensors" in output and "self_attn.k_proj.bias" in output
 
 
 def test_what_transformers_does_not_have_is_compared_with_itself_alone(capsys, wrong, tmp_path):
@@ -84,8 +84,8 @@ def test_what_transformers_does_not_have_is_compared_with_itself_alone(capsys, w
 
 def test_a_path_that_is_no_family_is_wrong_usage(capsys):
     assert run(capsys, "examples.seed_oss:build")[0] == 2
-    code, told = run(capsys, "examples.seed_oss:FAMLY")
-    assert code == 2 and "did you mean 'FAMILY'" in told
+    code, output = run(capsys, "examples.seed_oss:FAMLY")
+    assert code == 2 and "did you mean 'FAMILY'" in output
 
 
 def test_a_small_config_keeps_one_layer_of_each_kind_and_what_is_smaller_already():

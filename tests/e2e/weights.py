@@ -136,25 +136,18 @@ class Sender:
 
 def reset(engine: RunningEngine) -> RunningEngine:
     """Free of whoever controlled it, serving, and with the weights of its model directory, whatever a test has done to
-    it. By value: what it samples then is what HF's forward pass says of these.
-
-    A vLLM is sent them: it cannot load tied embeddings again on a CPU (rltool/engines/plugin/reload.py).
-    """
+    it. By value: what it samples then is what HF's forward pass says of these."""
     holder = holder_of_this_process(uuid.uuid4().hex, "of a fixture")
-    own = AutoModelForCausalLM.from_pretrained(engine.launch.model, dtype=torch.float32).eval()
+    of_its_kind = controls(engine.endpoint.dialect, plugin=engine.endpoint.plugin)
 
     async def run() -> None:
         async with EngineClient(run=holder.run) as client:
             [resumed] = await resume_engines(client, [engine.endpoint], timeout=TIMEOUT, holder=holder, steal=True)
             assert resumed.error is None, resumed.error
             sender = Sender(client, engine)
-            if engine.endpoint.dialect == "sglang":
-                speaks = controls("sglang")
-                again = [*speaks.pause("abort"), *speaks.reload(str(engine.launch.model)), *speaks.resume()]
-                await sender.control(again)
-            else:
-                await sender.gloo(tensors_of(own), "default")
-            assert mean_difference(own, await sender.one()) < 1e-4
+            again = of_its_kind.reload(str(engine.launch.model))
+            await sender.control([*of_its_kind.pause("abort"), *again, *of_its_kind.resume()])
+            assert mean_difference(first_model(engine.launch.model), await sender.one()) < 1e-4
 
     asyncio.run(run())
     return engine

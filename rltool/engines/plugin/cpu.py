@@ -68,11 +68,11 @@ def _fork() -> None:
 
 def leave_servers_to_the_parent() -> None:
     """Of sockets that are bound and not connected. If children had them as well, the port of an API server that dies
-    would go on to take connections, which nobody answers. The descriptor stays, and is of /dev/null: Python objects
+    would go on to take connections without an answer. The descriptor stays, and is of /dev/null: Python objects
     that hold its number close it later."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
-        with suppress(OSError):  # no socket, or connected to nobody and bound to nothing
+        with suppress(OSError):  # no socket, or one that is neither bound nor connected
             if number != nowhere and _serves(number):
                 os.dup2(nowhere, number, inheritable=False)
     os.close(nowhere)

@@ -132,7 +132,8 @@ def finish_reload(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
-    """Load the checkpoint that the engine started from again; returns missing_layers, and then keeps those of before.
+    """Load the checkpoint that the engine started from again. Returns missing_layers: with any, and after an error,
+    the layers that are not complete have their weights of before.
 
     In place of vLLM's reload_weights (model_loader/reload/inplace.py), which knows nothing of what this module adds: a
     tied head on the CPU keeps the matrix of before, and gpt-oss takes none of its experts' tensors, without an error.
@@ -142,13 +143,13 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
         raise NotImplementedError(f"weights of load_format {vllm_config.load_config.load_format} cannot be reloaded")
     with set_current_vllm_config(vllm_config):
         begin_reload(model)
-        tensors = cast(Any, loader).get_all_weights(vllm_config.model_config, model)
-        cast(Any, model).load_weights(taken for name, tensor in tensors for taken in as_taken(model, name, tensor))
-        missing = missing_layers(model)
-        if missing:
-            abandon_reload(model)
-        else:
-            finish_reload(model, vllm_config.model_config)
+        try:
+            tensors = cast(Any, loader).get_all_weights(vllm_config.model_config, model)
+            cast(Any, model).load_weights(taken for name, tensor in tensors for taken in as_taken(model, name, tensor))
+            if not (missing := missing_layers(model)):
+                finish_reload(model, vllm_config.model_config)
+        finally:
+            abandon_reload(model)  # of layers that are complete there is nothing to abandon
     return missing
 
 

@@ -16,7 +16,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import MEMORY_FRACTION, CacheSize, may_set_cache
 from rltool.engines.dialects.parallel_flags import parallel_sizes
 from rltool.models.base import Family
-from rltool.models.memory import BESIDE_BYTES, GIB, USED, parameters_of, rank_state
+from rltool.models.memory import BESIDE_BYTES, GIB, USED, engine_bytes, rank_state
 from rltool.models.registry import family_for, read_hf_config
 
 BLOCK_TOKENS = 16
@@ -99,18 +99,17 @@ def token_bytes(family: Family, hf_config: Mapping[str, object], group: EngineGr
     """Of the keys and values of a token on each GPU of an engine; None where layers differ in what they keep."""
     kinds = hf_config.get("layer_types") or ()
     plain = isinstance(kinds, (list, tuple)) and all(kind == "full_attention" for kind in kinds)
-    shape = family.transformer
     if family.attention.windows or family.attention.latent or not plain:
         return None
-    sizes = parallel_sizes(group)
-    groups, layers = max(1, shape["num_query_groups"] // sizes.tp), math.ceil(shape["num_layers"] / sizes.pp)
-    return 2 * layers * groups * shape["kv_channels"] * _item_bytes(group)
+    sizes, layers = parallel_sizes(group), family.num_layers
+    whole = engine_bytes(family, tensor_parallel=sizes.tp, dtype=_dtype(group)).cache
+    return whole // layers * math.ceil(layers / sizes.pp)
 
 
 def weight_bytes(family: Family, group: EngineGroup) -> int:
     """Of an engine's weights on each of its GPUs, about."""
     sizes = parallel_sizes(group)
-    return parameters_of(family).total * _item_bytes(group) // (sizes.tp * sizes.pp)
+    return engine_bytes(family, dtype=_dtype(group)).weights // (sizes.tp * sizes.pp)
 
 
 def _is_bounded(config: TrainConfig) -> bool:
@@ -123,6 +122,6 @@ def _rounded(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-def _item_bytes(group: EngineGroup) -> int:
+def _dtype(group: EngineGroup) -> str:
     """"auto" is 16 bit also where the checkpoint has 32."""
-    return 4 if group.dtype in ("float", "float32") else 2
+    return "float32" if group.dtype in ("float", "float32") else "bfloat16"

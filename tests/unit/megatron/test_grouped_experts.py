@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron import experts
 from rltool.megatron.experts import Groups, Shape, grouped_product, judged, sequential_product, stacked, wanted
+from rltool.megatron.kernels import SILU
+from rltool.megatron.layers import gate_of
 
 CPU = torch.device("cpu")
 REAL = F.grouped_mm
@@ -192,3 +194,11 @@ def test_experts_of_another_kind_stay_megatrons(change):
     biased = {"add_bias_linear": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
     assert experts.computes(SimpleNamespace(**plain | biased)), "gpt-oss's"
     assert not experts.computes(SimpleNamespace(**plain | change))
+
+
+def test_experts_with_biases_and_another_activation_are_refused_by_name():
+    config = SimpleNamespace(activation_func=F.gelu, activation_func_clamp_value=None, glu_linear_offset=0.0)
+    with pytest.raises(UsageError, match="experts with biases take silu"):
+        gate_of(config)
+    config.activation_func = F.silu
+    assert gate_of(config) == SILU

@@ -79,8 +79,8 @@ def test_a_checkpoint_that_is_not_supported_is_an_answer_with_its_reason_and_exi
     with pytest.raises(SystemExit) as end:
         main(["models", str(written(tmp_path, hf_config("Qwen2VLForConditionalGeneration")))])
     assert end.value.code == 1
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.startswith("no: unsupported architecture") and "Qwen2ForCausalLM" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.startswith("no: unsupported architecture") and "Qwen2ForCausalLM" in output
     with pytest.raises(SystemExit) as end:
         main(["models", str(written(tmp_path, hf_config(use_sliding_window=True))), "--json"])
     assert end.value.code == 1
@@ -101,8 +101,8 @@ def test_the_json_of_a_checkpoint_has_the_numbers_of_the_lines(tmp_path, capsys)
     assert answer["parameters"]["total"] == parameters_of(family_for(config)).total == 7_615_616_512
     with pytest.raises(SystemExit):
         main(words)
-    told = capsys.readouterr().out
-    assert "7,615,616,512" in told and "fits 4 x 80 GiB" in told and "57,344 bytes a token" in told
+    output = capsys.readouterr().out
+    assert "7,615,616,512" in output and "fits 4 x 80 GiB" in output and "57,344 bytes a token" in output
 
 
 def test_a_layout_that_the_model_cannot_have_is_refused_with_its_key(tmp_path):
@@ -111,7 +111,13 @@ def test_a_layout_that_the_model_cannot_have_is_refused_with_its_key(tmp_path):
         estimate(written(tmp_path, hf_config()), asked)
 
 
-def test_the_list_has_every_family(capsys):
+def test_the_list_has_every_family(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["models"])
+    printed = capsys.readouterr().out
+    assert all(architecture in printed for family in FAMILIES for architecture in family.architectures)
+    assert "TP PP CP EP" in printed and "vLLM" in printed
     with pytest.raises(SystemExit) as end:
         main(["models", "--json"])
     assert end.value.code == 0
