@@ -112,6 +112,14 @@ def test_the_weights_that_an_engine_started_with_can_be_loaded_again(engine):
         first, after = first_model(engine.launch.model), perturbed_model(engine.launch.model, seed=2)
         await sender.gloo(tensors_of(after), "two")
         assert mean_difference(after, await sender.one()) < EQUAL
+        files = engine.launch.model / "model.safetensors"
+        aside = files.rename(files.with_suffix(".aside"))
+        try:
+            with pytest.raises(EngineError, match="could not be loaded again"):
+                await sender.control([HttpRequest("POST", RELOAD_PATH)])
+        finally:
+            aside.rename(files)
+        assert mean_difference(after, await sender.one()) < EQUAL, "it computes with what it had"
         await sender.control([HttpRequest("POST", RELOAD_PATH)])
         sample = await sender.one()
         assert mean_difference(first, sample) < EQUAL
