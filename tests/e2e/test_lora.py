@@ -3,7 +3,10 @@ saved and resumed."""
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -311,6 +314,23 @@ def convert_and_begin_again(ranks, path, directory, saved, batch, tmp_path):
 def merge_sources(path) -> list:
     adapted = adapters_of(family_for(read_hf_config(path)), LORA["rank"], "all-linear")
     return [parameter for each in adapted for parameter in each.parameters]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_a_vllm_that_loads_the_adapter_itself_computes_what_peft_does(tmp_path, kind):
+    path = tmp_path / "sizes"
+    hf_model(kind, False, hidden_size=128, num_attention_heads=4).save_pretrained(path)
+    words = [kind, str(random_adapter(tmp_path / "adapter", path)), str(tmp_path / "model")]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.vllm_families", "--adapter", *words], capture_output=True, text=True,
+        timeout=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["moved"] > 0.1, found
+    assert found["without"] < 1e-5 and found["with"] < 1e-5, found
 
 
 def test_a_checkpoint_of_adapters_is_refused_beside_another_model_or_for_other_adapters(ranks, dense, tmp_path):

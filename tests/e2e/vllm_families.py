@@ -133,13 +133,13 @@ def weights_of(kind: str, seed: int, directory: Path) -> Tensors:
 
 
 @contextmanager
-def engine_of(model: Path) -> Iterator[Any]:
+def engine_of(model: Path, **more: Any) -> Iterator[Any]:
     from vllm import LLM
     from vllm.config import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
     options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, skip_tokenizer_init=True)
-    options |= dict(max_num_batched_tokens=64)  # which is also what vLLM tries out at its start
+    options |= dict(max_num_batched_tokens=64) | more  # which is also what vLLM tries out at its start
     transfer = WeightTransferConfig(backend="rltool")
     engine = LLM(str(model), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION, **options)
     try:
@@ -151,13 +151,14 @@ def engine_of(model: Path) -> Iterator[Any]:
         cleanup_dist_env_and_memory()
 
 
-def vllm_logprobs(engine: Any, tokens: torch.Tensor) -> torch.Tensor:
+def vllm_logprobs(engine: Any, tokens: torch.Tensor, **more: Any) -> torch.Tensor:
     """[T]: log p(tokens[t] | before), 0 for the first."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
     sampling = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    (output,) = engine.generate([TokensPrompt(prompt_token_ids=tokens.tolist())], sampling, use_tqdm=False)
+    prompts = [TokensPrompt(prompt_token_ids=tokens.tolist())]
+    (output,) = engine.generate(prompts, sampling, use_tqdm=False, **more)
     found = [output.prompt_logprobs[i][int(token)].logprob for i, token in enumerate(tokens) if i]
     return torch.tensor([0.0, *found])
 
@@ -285,6 +286,25 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
     return found | {"moved": [difference(expected[seed], expected[seed + 1]) for seed in range(2)]}
 
 
+def compare_adapter(kind: str, adapter: Path, work: Path) -> dict[str, float]:
+    """A vLLM that loads an adapter of peft's itself: the largest difference to peft, without it and with it, and how
+    far apart these two are."""
+    from peft import PeftModel
+    from vllm.lora.request import LoRARequest
+
+    model_of(kind, 0).save_pretrained(work)
+    with torch.no_grad():
+        plain = hf_logprobs(model_of(kind, 0), PROMPT, 1.0)
+        adapted = hf_logprobs(PeftModel.from_pretrained(model_of(kind, 0), adapter).eval(), PROMPT, 1.0)
+    with engine_of(work, enable_lora=True, max_lora_rank=8) as engine:
+        request = LoRARequest("adapter", 1, str(adapter))
+        return {
+            "without": difference(vllm_logprobs(engine, PROMPT), plain),
+            "with": difference(vllm_logprobs(engine, PROMPT, lora_request=request), adapted),
+            "moved": difference(plain, adapted),
+        }
+
+
 def main(kinds: list[str]) -> None:
     with tempfile.TemporaryDirectory() as work:
         # All that is without vLLM first: it leaves process groups behind, and changes classes of transformers that it
@@ -298,4 +318,7 @@ def main(kinds: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or list(KINDS))
+    if sys.argv[1:2] == ["--adapter"]:
+        print(json.dumps(compare_adapter(sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))))
+    else:
+        main(sys.argv[1:] or list(KINDS))
