@@ -123,7 +123,10 @@ class ServedModel(MegatronTrainer):
     def drop(self, name: str) -> bool:
         """Returns whether the base has other weights now than those that were loaded."""
         self.use(None)
-        full = self._models.pop(name).adapters is None
+        model = self._models.pop(name)
+        full = model.adapters is None
+        # Which have the hooks of Megatron's wrapper, that would run beside those of the parameters' next wrapper.
+        model.ddp.grad_accs.clear()
         for p in self._trainable if full else ():
             p.requires_grad_(False)
             cast(Any, p).main_grad = None
@@ -219,7 +222,6 @@ class ServedModel(MegatronTrainer):
         torch.save({"layout": repr(self.coordinates), "models": models}, path)
 
     @in_megatron
-    @torch.no_grad()
     def load_all(self, path: Path) -> None:
         """The inverse, on a rank that has no models."""
         assert not self._models
@@ -270,6 +272,7 @@ def _restore_optimizer(model: _Model, saved: Mapping[str, Any]) -> None:
         _copy([state[key] for key in values], list(values.values()))
 
 
+@torch.no_grad()
 def _copy(places: list[Any], values: list[Tensor]) -> None:
     for place, value in zip(places, values, strict=True):
         place.copy_(value)

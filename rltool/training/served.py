@@ -246,18 +246,11 @@ class RankedTrainer(ServedTrainer):
         del self._models[name]
 
     def snapshot(self, directory: Path) -> None:
-        partial = directories.begin(directory)
-        try:
-            self._ranks.call("snapshot", partial)
-            described = {
-                name: {"lora": known.lora.model_dump(mode="json"), "seed": known.seed, "steps": known.steps}
-                for name, known in self._models.items()
-            }
-            directories.write_text(partial / MODELS, json.dumps(described))
-            directories.commit(partial, directory)
-        except BaseException:
-            directories.abandon(partial)
-            raise
+        described = {
+            name: {"lora": known.lora.model_dump(mode="json"), "seed": known.seed, "steps": known.steps}
+            for name, known in self._models.items()
+        }
+        self._ranks.call("snapshot", directory, {MODELS: json.dumps(described)})
 
     def restore(self, directory: Path) -> None:
         described = json.loads((directory / MODELS).read_text(encoding="utf-8"))
@@ -298,24 +291,25 @@ class RankedTrainer(ServedTrainer):
 
 
 def batch_of(data: Sequence[Datum]) -> TrainBatch:
-    """The data as ranks compute them: one token more each, before which the last target is predicted. Inputs that a
-    datum lacks, and others have, are 1 (weights, sequence_ratio_mask)."""
-    lengths = torch.tensor([len(datum.tokens) + 1 for datum in data])
+    """The data as ranks compute them: one token more each, the last target, for a batch's values stand at the tokens
+    that they are about. Inputs that a datum lacks, and others have, are 1 (weights, sequence_ratio_mask)."""
 
-    def joined(dtype: torch.dtype, rows: Sequence[Values], first: bool) -> Tensor:
-        """first: a 0 before each row; else its last value once more, of which nothing is made."""
-        pad = [(row[:1] * 0, row) if first else (row, row[-1:]) for row in rows]
-        return torch.from_numpy(np.concatenate([part for pair in pad for part in pair])).to(dtype)
+    def joined(dtype: torch.dtype, rows: Sequence[Values]) -> Tensor:
+        return torch.from_numpy(np.concatenate(rows)).to(dtype)
+
+    def behind(dtype: torch.dtype, rows: Sequence[Values]) -> Tensor:
+        """Rows of a value for each target, behind a 0 for the first token."""
+        return joined(dtype, [part for row in rows for part in (row[:1] * 0, row)])
 
     ones = [np.ones(len(datum.tokens), np.float32) for datum in data]
-    mask = joined(torch.float32, ones, first=True)
     given = {name for datum in data for name in datum.inputs} | {"weights"}
-    fields = {
-        FIELDS[name]: joined(torch.float32, [d.inputs.get(name, one) for d, one in zip(data, ones, strict=True)], True)
+    fields: dict[str, Any] = {
+        FIELDS[name]: behind(torch.float32, [d.inputs.get(name, one) for d, one in zip(data, ones, strict=True)])
         for name in given
     }
     return TrainBatch(
-        tokens=joined(torch.int64, [datum.tokens for datum in data], first=False),
-        target_ids=joined(torch.int64, [datum.targets for datum in data], first=True),
-        lengths=lengths, loss_mask=mask, rewards=torch.zeros(len(data)), group_ids=torch.arange(len(data)), **fields,
+        tokens=joined(torch.int64, [part for datum in data for part in (datum.tokens, datum.targets[-1:])]),
+        target_ids=behind(torch.int64, [datum.targets for datum in data]),
+        lengths=torch.tensor([len(datum.tokens) + 1 for datum in data]), loss_mask=behind(torch.float32, ones),
+        rewards=torch.zeros(len(data)), group_ids=torch.arange(len(data)), **fields,
     )  # fmt: skip

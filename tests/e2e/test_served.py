@@ -6,10 +6,9 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.checkpoints.torch_dist import load_adapters
+from rltool.checkpoints.torch_dist import load_adapters, save_checkpoint
 from rltool.errors import UsageError
 from rltool.training.served import AdamParams, AdapterSpec, batch_of
 from tests.e2e.megatron_models import make_trainer, save_hf
@@ -85,9 +84,8 @@ def test_experts_and_their_parallelism(ranks, tmp_path):
                 np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-4)
 
 
-def case_restart(place, path, directory, names, layout, cut):
-    """The life without an end, and one that ends after `cut` calls and goes on from a snapshot in another trainer."""
-    whole = case_life(place, path, names, layout)
+def case_snapshot(place, path, directory, names, layout, cut):
+    """A life of which a snapshot is made after `cut` calls, and that is put back to it after one more."""
     with served(place, path, **layout) as trainer:
         for name in names:
             trainer.create(name, SPECS.get(name), SEEDS[name])
@@ -98,34 +96,39 @@ def case_restart(place, path, directory, names, layout, cut):
         for name in names:
             part(trainer, name, cut)
         trainer.restore(directory)
-        again = {name: [part(trainer, name, cut)] for name in names}
+        return {name: part(trainer, name, cut) for name in names}
+
+
+def case_restored(place, path, directory, names, layout, cut):
+    """Goes on from it in another trainer."""
     with served(place, path, **layout) as trainer:
         trainer.restore(directory)
-        later = {name: [part(trainer, name, i) for i in range(cut, 8)] for name in names}
         with pytest.raises(UsageError, match="is there already"):
             trainer.create(names[0], SPECS["a"], 0)
-    return whole, again, later
+        return {name: [part(trainer, name, i) for i in range(cut, 8)] for name in names}
 
 
-@pytest.mark.parametrize("cut", [1, 4, 5])
-def test_a_snapshot_goes_on_bit_by_bit_also_between_two_backward_passes(ranks, dense, tmp_path, cut):
-    whole, again, later = ranks.run(case_restart, 1, dense, tmp_path / "s", ["a", "b"], {}, cut)[0]
-    for name in whole:
-        np.testing.assert_array_equal(again[name][0], whole[name][cut])
+def check_snapshot(ranks, world, path, directory, names, layout, cut):
+    whole = ranks.run(case_life, world, path, names, layout)[0]
+    again = ranks.run(case_snapshot, world, path, directory, names, layout, cut)[0]
+    later = ranks.run(case_restored, world, path, directory, names, layout, cut)[0]
+    for name in names:
+        np.testing.assert_array_equal(again[name], whole[name][cut])
         for first, second in zip(whole[name][cut:], later[name], strict=True):
             np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long), 5])
+def test_a_snapshot_goes_on_bit_by_bit_also_between_two_backward_passes(ranks, dense, tmp_path, cut):
+    check_snapshot(ranks, 1, dense, tmp_path / "s", ["a", "b"], {}, cut)
 
 
 SEEDS["full"] = 3
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_a_snapshot_of_all_weights_goes_on_bit_by_bit(ranks, dense, tmp_path, dtype):
-    layout = LAYOUTS["distributed"] | {"dtype": dtype}
-    for whole, again, later in ranks.run(case_restart, 2, dense, tmp_path / "s", ["full"], layout, 5):
-        np.testing.assert_array_equal(again["full"][0], whole["full"][5])
-        for first, second in zip(whole["full"][5:], later["full"], strict=True):
-            np.testing.assert_array_equal(first, second)
+    check_snapshot(ranks, 2, dense, tmp_path / "s", ["full"], LAYOUTS["distributed"] | {"dtype": dtype}, 5)
 
 
 def case_full(place, path):
@@ -154,25 +157,32 @@ def test_all_weights_are_one_model_alone_and_dropped_with_all_that_it_learnt(ran
     np.testing.assert_allclose(after, first, atol=1e-6)
 
 
-def case_saved(place, path, directory, layout):
-    """A step, saved in three ways; then what follows, from each of them."""
-    data, found = data_of(6), {}
-    look = lambda trainer: flat(trainer.forward("a", data, "ppo", {}, backward=False))  # noqa: E731
+def look(trainer):
+    return flat(trainer.forward("a", data_of(6), "ppo", {}, backward=False))
 
-    def go_on(trainer):
-        trainer.forward("a", data, "ppo", {}, backward=True)
-        trainer.optim_step("a", ADAM)
-        return look(trainer)
 
+def go_on(trainer):
+    trainer.forward("a", data_of(6), "ppo", {}, backward=True)
+    trainer.optim_step("a", ADAM)
+    return look(trainer)
+
+
+def case_save(place, path, directory, layout):
+    """A step, saved; and what follows."""
     with served(place, path, **layout) as trainer:
         trainer.create("a", SPECS["a"], 1)
         go_on(trainer)
         trainer.save("a", directory / "with", optimizer=True)
         trainer.save("a", directory / "without", optimizer=False)
-        found["then"], found["next"] = look(trainer), go_on(trainer)
+        return {"then": look(trainer), "next": go_on(trainer)}
+
+
+def case_load(place, path, directory, layout):
+    """What follows from each of what was saved."""
+    found = {}
     with served(place, path, **layout) as trainer:
         trainer.create("a", SPECS["a"], 7)
-        trainer.forward("a", data, "ppo", {}, backward=True)  # a gradient that loading drops
+        trainer.forward("a", data_of(6), "ppo", {}, backward=True)  # a gradient that loading drops
         trainer.load("a", directory / "with", optimizer=True)
         found["with: then"], found["with: next"] = look(trainer), go_on(trainer)
         trainer.load("a", directory / "without", optimizer=False)
@@ -188,9 +198,11 @@ def case_saved(place, path, directory, layout):
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, LAYOUTS["tp"], {"pp": 2}])
+@pytest.mark.parametrize("layout", [{}, LAYOUTS["tp"], pytest.param({"pp": 2}, marks=pytest.mark.long)])
 def test_saved_models_are_loaded_with_and_without_their_optimizer(ranks, dense, tmp_path, layout):
-    found = ranks.run(case_saved, 2 if layout else 1, dense, tmp_path, layout)[0]
+    world = 2 if layout else 1
+    found = ranks.run(case_save, world, dense, tmp_path, layout)[0]
+    found |= ranks.run(case_load, world, dense, tmp_path, layout)[0]
     for name in ("with: then", "without: then", "weights of with: then"):
         np.testing.assert_array_equal(found[name], found["then"])
     np.testing.assert_array_equal(found["with: next"], found["next"])
@@ -198,49 +210,57 @@ def test_saved_models_are_loaded_with_and_without_their_optimizer(ranks, dense, 
     assert np.abs(found["anew: next"] - found["next"]).max() > 1e-3, "moments matter"
 
 
-def case_train(place, path, directory):
-    """Loss and gradient norm of a first step in `train`; and in a served trainer, from a checkpoint of the first."""
-    from rltool.checkpoints.torch_dist import save_checkpoint
+TRAIN = {
+    "lora": {"rank": 4, "alpha": 6.0},
+    "algorithm": {"loss": "policy", "objective": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}},
+}
+KNOWN = [datum for i, datum in enumerate(data_of(8)) if i % 2]
+"""`train` knows no targets but the tokens."""
 
-    data = data_of(8)
-    given = batch_of(data)
-    tokens = given.num_loss_tokens
-    # `train` knows no targets but the tokens.
-    data = [d for i, d in enumerate(data) if i % 2]
-    given = batch_of(data)
-    tokens = given.num_loss_tokens
-    batch = TrainBatch(
-        tokens=given.tokens, lengths=given.lengths, loss_mask=given.loss_mask, rewards=given.rewards,
-        group_ids=given.group_ids, loss_weights=given.loss_weights, advantages=given.advantages,
-        old_logprobs=given.old_logprobs,
-    )  # fmt: skip
-    settings = {"algorithm": {"loss": "policy", "objective": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}}}
-    with closing(make_trainer(place, path, lora={"rank": 4, "alpha": 6.0}, **settings)) as trainer:
-        trainer.train_step([batch], global_loss_tokens=tokens)
-        save_checkpoint(trainer, directory / "trained", {"step": 1})
-        expected = trainer.compute_logprobs([batch])[0]
-        metrics = trainer.train_step([batch], global_loss_tokens=tokens)
+
+def trained_batch() -> TrainBatch:
+    given = batch_of(KNOWN)
+    names = ("tokens", "lengths", "loss_mask", "rewards", "group_ids", "loss_weights", "advantages", "old_logprobs")
+    return TrainBatch(**{name: getattr(given, name) for name in names})
+
+
+def case_train(place, path, directory):
+    batch = trained_batch()
+    with closing(make_trainer(place, path, **TRAIN)) as trainer:
+        trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+        save_checkpoint(trainer, directory, {"step": 1})
+        logprobs = trainer.compute_logprobs([batch])[0][batch.loss_mask > 0]
+        return logprobs.numpy(), trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+
+
+def case_served(place, path, begin, directory):
     with served(place, path) as trainer:
         trainer.create("a", SPECS["a"], 7)
-        trainer.load("a", directory / "trained", optimizer=True)
-        out = trainer.forward("a", data, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, backward=True)
-        step = trainer.optim_step("a", AdamParams(learning_rate=1e-3, beta2=0.98, eps=1e-8))
-        trainer.save("a", directory / "served", optimizer=True)
-        moved = flat(trainer.forward("a", data, "ppo", {}, backward=False))
-    with closing(make_trainer(place, path, lora={"rank": 4, "alpha": 6.0}, **settings)) as trainer:
-        load_adapters(trainer, directory / "served")
-        later = trainer.compute_logprobs([batch])[0][batch.loss_mask > 0]
-    first = torch.from_numpy(np.concatenate(out.logprobs))
-    assert torch.equal(first, expected[batch.loss_mask > 0])
-    np.testing.assert_array_equal(moved[: len(later)], later)
-    return metrics, out.metrics, step, tokens
+        trainer.load("a", begin, optimizer=True)
+        out = trainer.forward("a", KNOWN, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, backward=True)
+        step = trainer.optim_step("a", ADAM)
+        trainer.save("a", directory, optimizer=True)
+        moved = trainer.forward("a", KNOWN, "cispo", {}, backward=False)
+        return np.concatenate(out.logprobs), out.metrics, step, np.concatenate(moved.logprobs)
+
+
+def case_trained_on(place, path, begin):
+    batch = trained_batch()
+    with closing(make_trainer(place, path, **TRAIN)) as trainer:
+        load_adapters(trainer, begin)
+        return trainer.compute_logprobs([batch])[0][batch.loss_mask > 0].numpy()
 
 
 def test_a_step_is_that_of_train_and_each_begins_from_the_others_checkpoint(ranks, dense, tmp_path):
-    metrics, out, step, tokens = ranks.run(case_train, 1, dense, tmp_path)[0]
+    logprobs, metrics = ranks.run(case_train, 1, dense, tmp_path / "trained")[0]
+    same, out, step, moved = ranks.run(case_served, 1, dense, tmp_path / "trained", tmp_path / "served")[0]
+    tokens = trained_batch().num_loss_tokens
+    np.testing.assert_allclose(same, logprobs, atol=5e-6)  # other micro-batches
+    assert out["num_tokens"] == tokens
     assert out["loss_sum"] / tokens == pytest.approx(metrics["train/loss"], rel=1e-6)
     assert step["grad_norm"] / tokens == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
-    assert out["num_tokens"] == tokens
+    np.testing.assert_allclose(ranks.run(case_trained_on, 1, dense, tmp_path / "served")[0], moved, atol=5e-6)
+    assert np.abs(moved - same).max() > 1e-3
 
 
 def case_wrong(place, path):

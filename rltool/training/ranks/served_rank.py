@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
+from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.hf_export import export_hf
 from rltool.checkpoints.peft_format import is_peft, write_peft
@@ -87,8 +88,23 @@ class ServedRank:
 
         model.runtime.on_rank_zero(write, f"writing {directory}")
 
-    def snapshot(self, directory: Path) -> None:
-        self._model.save_all(self._file(directory))
+    def snapshot(self, directory: Path, files: Mapping[str, str]) -> None:
+        """A file of each rank, and these of rank 0."""
+        runtime, partial = self._model.runtime, directories.partial_of(directory)
+
+        def finish() -> None:
+            for name, content in files.items():
+                directories.write_text(partial / name, content)
+            directories.commit(partial, directory)
+
+        runtime.on_rank_zero(lambda: directories.begin(directory), f"creating {directory}")
+        try:
+            runtime.on_every_rank(lambda: self._model.save_all(self._file(partial)), f"writing {directory}")
+            runtime.on_rank_zero(finish, f"writing {directory}")
+        except BaseException:
+            if self._model.coordinates.rank == 0:
+                directories.abandon(partial)
+            raise
 
     def restore(self, directory: Path) -> None:
         for name in self._model.names:
