@@ -364,7 +364,7 @@ def _role(server: Mapping[str, Any]) -> EngineRole | None:
     return mode if mode in ("prefill", "decode") else None
 
 
-def _lora_facts(server: Mapping[str, Any]) -> dict[str, int]:
+def _lora_facts(server: Mapping[str, Any]) -> dict[str, Any]:
     if not server.get("enable_lora"):
         return {"lora_rank": 0, "lora_slots": 0}
     slots = [server[name] for name in ("max_loras_per_batch", "max_loaded_loras") if server.get(name)]
