@@ -6,7 +6,8 @@ Prints one line of JSON. Lengths are log-normal with a long tail, as those of re
 gives the same samples to the same trainer the way that a batch without packing holds them: in order of arrival, every
 sample of a micro-batch padded to its longest, and as many of them as then fit. MFU (model FLOPs utilisation) counts
 6 x tokens x weights that a token is multiplied with, and causal attention, of real tokens only and without what is
-computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. Every token but the
+computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. With --lora-rank it
+is 4 x, for frozen weights have no gradients; adapters' own products are not counted. Every token but the
 first of a sample has a loss, so no shortcut over prompts helps.
 """
 
@@ -29,7 +30,7 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.schedule import plan_micro_batches
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
+from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.megatron import attention
 from rltool.megatron.experts import GroupedExperts
 from rltool.megatron.runtime import Rendezvous
@@ -66,13 +67,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, vocab_size=151936,
         tie_word_embeddings=True,
     ),
+    "moonlight": dict(
+        architectures=["DeepseekV3ForCausalLM"], model_type="deepseek_v3", hidden_size=2048, intermediate_size=11264,
+        moe_intermediate_size=1408, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, n_group=1,
+        topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.446, first_k_dense_replace=1, q_lora_rank=None,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_hidden_layers=4,
+        num_attention_heads=16, num_key_value_heads=16, vocab_size=163840, tie_word_embeddings=False,
+        attention_bias=False,
+    ),
+    "gpt-oss-20b": dict(
+        architectures=["GptOssForCausalLM"], model_type="gpt_oss", hidden_size=2880, intermediate_size=2880,
+        num_local_experts=32, num_experts_per_tok=4, num_hidden_layers=2, num_attention_heads=64,
+        num_key_value_heads=8, head_dim=64, sliding_window=128, vocab_size=201088, tie_word_embeddings=False,
+        attention_bias=True,
+    ),
     "small-experts": dict(
         **EXPERTS, hidden_size=256, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128, head_dim=32,
         num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
     ),
 }  # fmt: skip
-"""Those of Qwen2.5's published configurations, four layers of Qwen3-30B-A3B's with its embedding as the head, and four
-for the CPU."""
+"""Those of Qwen2.5's published configurations; four layers of Qwen3-30B-A3B's with its embedding as the head, four of
+Moonlight-16B-A3B's (one of them dense), two of gpt-oss-20b's; and four for the CPU."""
 
 
 def options() -> argparse.Namespace:
@@ -97,6 +112,7 @@ def options() -> argparse.Namespace:
         "--attention", default="auto", choices=("auto", "torch", "flash_attention_4", "transformer_engine")
     )
     parser.add_argument("--expert-products", default="auto", choices=("auto", "grouped", "sequential"))
+    parser.add_argument("--lora-rank", type=int, default=0, help="train adapters of this rank on all linear layers")
     parser.add_argument("--threads", type=int, help="CPU threads of each rank; default: the trainer's own choice")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -204,6 +220,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         AlgorithmConfig(),
         Rendezvous(rank, "127.0.0.1", port, timeout=300.0),
         TrainingRun(1000),
+        LoraConfig(rank=args.lora_rank),
     )
     cuda = trainer.runtime.device.type == "cuda"
     with closing(trainer):
@@ -241,7 +258,9 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else None
         scoring = min(timed(lambda: trainer.compute_logprobs(mine))[0] for _ in range(args.steps))
         took = statistics.median(seconds)
-        flops = trainer.family.cost().batch_flops(lengths[:samples])
+        cost = trainer.family.cost()
+        forward = cost.batch_flops(lengths[:samples]) / 3
+        flops = 3 * forward - (2 * cost.products * real_tokens if args.lora_rank else 0)
         result = {
             "shape": args.shape,
             "layers": model["num_hidden_layers"],
@@ -258,7 +277,8 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "attention": kernel_name(trainer) if cuda else "padded",
             "experts": expert_products(trainer),
             "threads": torch.get_num_threads(),
-            "products": trainer.family.cost().products,
+            "lora_rank": args.lora_rank,
+            "products": cost.products,
             "samples": samples,
             "real_tokens": real_tokens,
             "computed_tokens": sum(len(micro.tokens) for rank in everyone for micro in rank),
@@ -274,7 +294,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "mfu": round(flops / took / args.ranks / args.peak_tflops / 1e12, 4),
             "logprob_seconds": round(scoring, 4),
             "logprob_tokens_per_second_per_device": round(real_tokens / scoring / args.ranks),
-            "logprob_mfu": round(flops / 3 / scoring / args.ranks / args.peak_tflops / 1e12, 4),
+            "logprob_mfu": round(forward / scoring / args.ranks / args.peak_tflops / 1e12, 4),
             "torch": torch.__version__,
         }
         if peak is not None:
@@ -293,18 +313,19 @@ def kernel_name(trainer: MegatronTrainer) -> str:
     assert config.num_query_groups is not None and config.kv_channels is not None, "megatron sets both"
     heads = config.num_attention_heads // config.tensor_model_parallel_size
     groups = config.num_query_groups // config.tensor_model_parallel_size
-    blocks = trainer.coordinates.layout.cp > 1
-    shape = attention.Shape(
-        trainer.runtime.device, trainer.dtype, heads, groups, config.kv_channels, None, None, blocks
-    )
-    return "padded" if trainer.dtype is torch.float32 else attention.judged(shape, trainer.config.attention).__name__
+    blocks, own = trainer.coordinates.layout.cp > 1, trainer.family.attention
+    groups, dim = (heads, own.latent.head) if own.latent else (groups, config.kv_channels)
+    shape = attention.Shape(trainer.runtime.device, trainer.dtype, heads, groups, dim, None, None, blocks)
+    if trainer.dtype is torch.float32:
+        return "padded"
+    return attention.judged(shape, "torch" if own.sinks else trainer.config.attention).__name__
 
 
 def expert_products(trainer: MegatronTrainer) -> str:
     """What this model's experts ran by in the steps before."""
     if not trainer.family.num_experts:
         return ""
-    layer: Any = trainer.gpt.decoder.layers[0]
+    layer: Any = trainer.gpt.decoder.layers[-1]  # the first may be dense
     experts = layer.mlp.experts
     return "grouped" if isinstance(experts, GroupedExperts) and experts.grouped else "sequential"
 

@@ -40,14 +40,14 @@ TURNS = ("sleep", "onload", "offload", "wake")
 def make_model(directory: Path, shape: str, longest: int) -> Path:
     """Random bf16 weights of the shape, with the quickstart's tokenizer of characters; one that is there is kept."""
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     if (directory / "model.safetensors").exists() or (directory / "model.safetensors.index.json").exists():
         return directory
     tokenizer = make_tokenizer()
     stop, pad = (int(tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.eos_token, tokenizer.pad_token))  # pyright: ignore[reportArgumentType]
-    config = Qwen2Config(
-        **SHAPES[shape],
+    config = AutoConfig.for_model(
+        **({"model_type": "qwen2"} | SHAPES[shape]),
         max_position_embeddings=longest,
         eos_token_id=stop,
         pad_token_id=pad,
@@ -57,7 +57,7 @@ def make_model(directory: Path, shape: str, longest: int) -> Path:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         torch.manual_seed(0)
         torch.set_default_dtype(torch.bfloat16)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
         torch.set_default_dtype(torch.float32)
     model.generation_config = GenerationConfig(eos_token_id=stop, pad_token_id=pad)
     model.save_pretrained(directory)

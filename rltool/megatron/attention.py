@@ -83,16 +83,19 @@ def check_backend(backend: Backend, device: torch.device, dtype: torch.dtype) ->
         ) from error
 
 
+def has_kernels(query: Tensor) -> bool:
+    """Whether a GPU kernel serves tensors like this one: not on the CPU, and not in fp32."""
+    return query.device.type == "cuda" and query.dtype in (torch.bfloat16, torch.float16)
+
+
 def kernel_for(
     query: Tensor, key: Tensor, packed: PackedSeqParams, *, scale: float | None, window: int | None, backend: Backend
-) -> Kernel | None:
-    """The kernel for tensors like these; None where no GPU kernel serves (CPU, fp32).
+) -> Kernel:
+    """The kernel for tensors like these (see `has_kernels`).
 
     backend "auto": the first of `OTHERS` that can be imported and agrees with torch's. RltoolError when one is
     demanded and disagrees.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
-        return None
     if backend == "torch":
         _say_once(f"attention: {TORCH_LABEL}")
         return torch_attention

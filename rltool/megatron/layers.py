@@ -16,7 +16,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rltool.errors import UsageError
-from rltool.megatron.attention import Backend, attention_with_sinks, kernel_for
+from rltool.megatron.attention import Backend, attention_with_sinks, has_kernels, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
@@ -176,23 +176,26 @@ class PackedCausalAttention(MegatronModule):
             # the parts that its blocks of queries see.
             both = gather_from_context_ranks(torch.cat([key, value], dim=-1), context_parallel_group())
             key, value = both.index_select(0, packed.keys).split([key.size(-1), value.size(-1)], dim=-1)
-        window, kernel = self._window(packed), None
-        if self.softcap is None:
-            # Of sinks torch's kernel alone has gradients here.
-            backend = self.backend if self.sinks is None else "torch"
-            kernel = kernel_for(query, key, packed, scale=self.scale, window=window, backend=backend)
-        if kernel is None:
-            out = self._padded(query, key, value, packed)
+        if self.softcap is None and has_kernels(query):
+            out = self._by_kernel(query, key, value, packed)
         else:
-            # The kernels take heads of one size.
-            more = key.size(-1) - value.size(-1)
-            value = F.pad(value, (0, more)) if more else value
-            if self.sinks is None:
-                out = kernel(query, key, value, packed, self.scale, window)
-            else:
-                out = attention_with_sinks(query, key, value, self.sinks, packed, self.scale, window)
-            out = out[..., : out.size(-1) - more]
+            out = self._padded(query, key, value, packed)
         return out.flatten(1).unsqueeze(1)
+
+    def _by_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        # The kernels take heads of one size, a multiple of 8.
+        size, given = value.size(-1), key.size(-1)
+        scale, dim = self.scale, given + -given % 8
+        if dim != given:
+            scale = given**-0.5 if scale is None else scale
+            query, key = F.pad(query, (0, dim - given)), F.pad(key, (0, dim - given))
+        value = F.pad(value, (0, dim - size)) if dim != size else value
+        window = self._window(packed)
+        if self.sinks is None:
+            kernel = kernel_for(query, key, packed, scale=scale, window=window, backend=self.backend)
+            return kernel(query, key, value, packed, scale, window)[..., :size]
+        # Of sinks torch's kernel alone has gradients here.
+        return attention_with_sinks(query, key, value, self.sinks, packed, scale, window)[..., :size]
 
     def _window(self, packed: PackedSequences) -> int | None:
         """The sliding window, None where it would not cut anything off."""

@@ -16,7 +16,12 @@ from benchmarks.whole_step import make_model, make_prompts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-STEPS = 2
+STEPS = 4
+"""The first two updates are loaded by vLLM's reload, the others replayed as copies."""
+SMALLER = {
+    "0.5B": {"num_hidden_layers": 4, "vocab_size": 8192},
+    "30B-A3B": {"num_hidden_layers": 2, "vocab_size": 8192, "hidden_size": 512, "num_experts": 16},
+}
 Rltool = Callable[..., str]
 
 
@@ -38,40 +43,47 @@ def rltool(work: Path) -> Rltool:
 
 
 @pytest.fixture(scope="module")
-def model(work: Path) -> Path:
+def model(work: Path, request: pytest.FixtureRequest) -> Path:
+    """Of the shape that a test names."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(SHAPES, "test", SHAPES["0.5B"] | {"num_hidden_layers": 4, "vocab_size": 8192})
-        return make_model(work / "model", "test", 256)
+        patch.setitem(SHAPES, "test", SHAPES[request.param] | SMALLER[request.param])
+        return make_model(work / f"model-{request.param}", "test", 256)
 
 
 @pytest.fixture(scope="module")
 def endpoints(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
     """Of one vLLM that leaves the trainer most of the GPU."""
-    options = ("--max-model-len", "128", "--run", "engines", "--detach")
+    run = f"engines-{model.name}"
+    options = ("--max-model-len", "128", "--run", run, "--detach")
     rltool("serve-engines", str(model), *options, "--", "--gpu-memory-utilization", "0.3", "--enforce-eager")
     try:
-        yield f"@{work}/runs/engines/endpoints.json"
+        yield f"@{work}/runs/{run}/endpoints.json"
     finally:
-        rltool("stop", "--run", "engines")
+        rltool("stop", "--run", run)
 
 
 @pytest.mark.parametrize("transport", ["gloo", "disk"])
+@pytest.mark.parametrize("model", SMALLER, indirect=True)
 def test_an_engine_on_the_trainers_gpu_has_the_trainers_weights(work, rltool, model, endpoints, transport):
     """The run compares values itself after its first sync; digests of every tensor are compared with its checkpoint."""
-    rltool("init", f"{transport}.toml")
+    name = f"{model.name}-{transport}"
+    rltool("init", f"{name}.toml")
     settings = {
         "model.path": f'"{model}"', "data.train": f'["{make_prompts(work / "prompts.jsonl")}"]', "steps": str(STEPS),
         "rollout.prompts_per_step": "8", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "32",
         "reward.function": '"benchmarks.rewards:letter_share"', "weights.transport": f'"{transport}"',
-        "optimizer.lr": "1e-4",
+        "optimizer.lr": "1e-4", "trainer.share_gpus": "true",
     }  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    options = ("--config", f"{transport}.toml", "--run", transport, "--rollout-external", endpoints, "--gpus", "0")
+    options = ("--config", f"{name}.toml", "--run", name, "--rollout-external", endpoints, "--gpus", "0")
     rltool("train", *options, *words)
-    run = work / "runs" / transport
+    run, engines = work / "runs" / name, Path(endpoints[1:]).parent
     steps = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in r]
     assert len(steps) == STEPS
     assert max(record["train/mismatch_kl"] for record in steps) < 2e-3
+    if transport == "gloo":
+        said = "".join(log.read_text() for log in engines.rglob("engine*.log"))
+        assert "weight updates are replayed as copies from now on" in said
     (checkpoint,) = (run / "checkpoints").glob("step_*")
     assert "the same weights as" in rltool("debug", "weights", endpoints, "--checkpoint", str(checkpoint))
     # The model that the run began with differs.

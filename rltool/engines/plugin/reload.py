@@ -42,6 +42,9 @@ _OF_ALL_EXPERTS = re.compile(r"(.+\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bia
 
 COPIED_AS_THEY_ARE = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 """Kinds of layers whose parameters, on a GPU, are the checkpoint's tensors, merged and cut but not changed."""
+PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
+"""Kernels of experts that read such parameters, too. Others swap, pad or shuffle them
+(convert_to_unquantized_kernel_format), and only once."""
 
 
 def begin_reload(model: torch.nn.Module) -> None:
@@ -172,6 +175,8 @@ def check_copied(model: torch.nn.Module) -> None:
         if any(parameter.device.type == "cpu" for parameter in layer.parameters(recurse=False)):
             raise NotACopy(f"{name} lies on the CPU")
         method = getattr(layer, "quant_method", None)
+        if isinstance(method, UnquantizedFusedMoEMethod) and method.unquantized_backend in PLAIN_EXPERTS:
+            continue
         if method is not None and type(method) not in COPIED_AS_THEY_ARE:
             raise NotACopy(f"{name} is processed after loading ({type(method).__name__})")
 
@@ -181,6 +186,7 @@ def derive(model: torch.nn.Module, model_config: Any) -> None:
     for layer in model.modules():
         if is_deferred_attention_layer(layer):
             cast(Any, layer).process_weights_after_loading(model_config.dtype)
+    _renew_copies_of_sinks(model)
 
 
 def _checkpoint_elements(layer: torch.nn.Module, parameter: torch.Tensor) -> int:

@@ -8,11 +8,13 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.transformer import TransformerConfig
 
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron import attention
+from rltool.megatron import attention, layers
 from rltool.megatron.attention import Shape, check_backend, disagreement, judged
 from rltool.megatron.layers import plain_attention
+from rltool.megatron.packing import pack
 
 CPU = torch.device("cpu")
 
@@ -353,3 +355,25 @@ def test_sinks_around_flash_attention_are_those_in_the_softmax_gradients_include
     found = run(lambda *leaves: attention.attention_with_sinks(*leaves, None, None, window))
     for ours, expected in zip(found, run(plain), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dim", "values"), [(12, 12), (20, 12), (16, 16)])
+def test_heads_of_odd_sizes_are_padded_to_a_multiple_of_eight(monkeypatch, dim, values):
+    """FlashAttention takes no others; the scale stays that of the head's own size."""
+    given = []
+
+    def kernel(query, key, value, packed, scale, window):
+        given.append((query.size(-1), key.size(-1), value.size(-1)))
+        return reference(query, key, value, packed, scale, window)
+
+    monkeypatch.setattr(layers, "has_kernels", lambda query: True)
+    monkeypatch.setattr(layers, "kernel_for", lambda *_, **__: kernel)
+    config = TransformerConfig(num_layers=1, hidden_size=4 * dim, num_attention_heads=4, num_query_groups=2)
+    attention = layers.PackedCausalAttention(config, 1, None, "self")
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(9, 1, heads, size) for heads, size in ((4, dim), (2, dim), (2, values)))
+    rows = pack(torch.tensor([4, 5]), CPU)
+    found = attention(query, key, value, packed_seq_params=rows)
+    monkeypatch.undo()
+    torch.testing.assert_close(found, attention(query, key, value, packed_seq_params=rows))
+    assert given == [(-(-dim // 8) * 8,) * 3]
