@@ -95,8 +95,8 @@ def same_message(recorded: Message, sent: Message) -> bool:
     """Whether an agent's message is the recorded one.
 
     The model's messages come back as the agent's framework keeps them: reasoning left out, white space around the text
-    cut, the stop text put behind it, the ids of tool calls replaced, arguments written anew. Everything else is compared exactly, for the engine has
-    read it.
+    cut, the stop text put behind it, the ids of tool calls replaced, arguments written anew. Everything else is
+    compared exactly, for the engine has read it.
     """
     if recorded.role != sent.role:
         return False

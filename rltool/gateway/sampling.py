@@ -36,17 +36,17 @@ class Parameter:
 
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(("model", "stream"), ALL, "followed"),
-    Parameter(("messages", "tools"), ("chat", "anthropic"), "followed"),
-    Parameter(("system",), ("anthropic",), "followed"),
-    Parameter(("input", "instructions", "tools"), ("responses",), "followed"),
+    Parameter(("model", "stream"), ALL, "followed", "the events come when the turn has ended"),
+    Parameter(("messages", "tools"), ("chat", "anthropic"), "followed", "text; functions"),
+    Parameter(("system",), ("anthropic",), "followed", "text"),
+    Parameter(("input", "instructions", "tools"), ("responses",), "followed", "text; functions"),
     Parameter(("prompt",), ("completions",), "followed", "one text, or one list of token ids"),
     Parameter(("max_tokens",), ("chat", "completions", "anthropic"), "followed", "only cuts"),
     Parameter(("max_completion_tokens",), ("chat",), "followed", "only cuts"),
     Parameter(("max_output_tokens",), ("responses",), "followed", "only cuts"),
     Parameter(("stop",), ("chat", "completions"), "followed", "only cuts; trained with the text that ended the reply"),
     Parameter(("stop_sequences",), ("anthropic",), "followed", "as stop"),
-    Parameter(("stream_options",), OPENAI, "followed"),
+    Parameter(("stream_options",), OPENAI, "followed", "include_usage"),
     Parameter(("logprobs",), ("chat",), "followed", "those recorded, of all sampled tokens"),
     Parameter(("thinking",), ("anthropic",), "followed", "shows or hides the model's thinking; budget_tokens: a hint"),
     Parameter(("tool_choice",), ("chat", "responses", "anthropic"), "followed", "auto; none leaves the tools out"),

@@ -165,7 +165,7 @@ class GatewayServer:
         body = await json_object(request)
         trained, reward = body.get("trained"), body.get("reward")
         if set(body) - {"trained", "reward"} or not isinstance(trained, bool | None):
-            raise BadRequest('a turn takes {"trained": true or false, "reward": number}, either of which may be left out')
+            raise BadRequest('a turn takes {"trained": true or false, "reward": number}, or one of them')
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise BadRequest("reward must be a number", field="reward")
         if session.ended is not None:

@@ -16,7 +16,6 @@ from rltool.chat.conversation import Conversation, starts_with
 from rltool.gateway.errors import NotFound
 from rltool.gateway.trajectory import Trajectory, Turn, TurnRecord, common_prefix
 
-
 UNRECEIVED = "unreceived"
 DISCARDED = "discarded"
 ASKED = "asked"
@@ -153,7 +152,8 @@ class Session:
         elif record.raw_prompt is not None and record.raw_reply is not None:
             raw = ((base.raw if base else None) or "") + record.raw_prompt + record.raw_reply
         stop_id = record.sampled_ids[-1] if record.stopped else None
-        return Turn(record.id, record.trajectory, end - len(record.sampled_ids), end, stop_id, record.tools_key, history, raw)
+        start = end - len(record.sampled_ids)
+        return Turn(record.id, record.trajectory, start, end, stop_id, record.tools_key, history, raw)
 
     def to_json(self) -> dict[str, Any]:
         """The record that GET /sessions/ID gives."""
