@@ -19,6 +19,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.types import ROUTING_KEY_HEADER
 from rltool.gateway import planning
 from rltool.gateway.errors import NotRecorded
+from rltool.gateway.server import TURN_HEADER
 from rltool.gateway.store import SessionStore
 from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
@@ -297,13 +298,17 @@ def test_a_turn_whose_client_hangs_up_is_ended_at_the_engine_and_not_recorded(ga
 
 
 def test_a_turn_that_ended_and_could_not_be_written_is_marked(gateway, session, monkeypatch):
-    async def fails(*_):
-        raise ConnectionResetError
+    plain = web.Response.write_eof
+
+    async def fails(self, *arguments):
+        if TURN_HEADER in self.headers:
+            raise ConnectionResetError
+        await plain(self, *arguments)
 
     monkeypatch.setattr(web.Response, "write_eof", fails)
     with (
         openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=2) as client,
-        pytest.raises(openai.APIConnectionError),
+        pytest.raises(openai.APIError),
     ):
         client.chat.completions.create(**HI)
     monkeypatch.undo()
