@@ -69,6 +69,12 @@ class PlainTrainer(ServedTrainer):
             held |= {each: torch.zeros_like(held["weights"]) for each in ("mean", "square")}
         self._model(name).update(held | {"gradient": torch.zeros_like(held["weights"])})
 
+    def export_adapter(self, name: str, directory: Path) -> None:
+        raise UsageError(f"model {name!r} has no adapter")
+
+    def sync(self, name: str) -> int:
+        raise UsageError("there are no engines")
+
     def drop(self, name: str) -> None:
         del self.models[name]
 

@@ -32,8 +32,8 @@ LEVELS = (
     {"__main__"},
 )
 """commands -> tinker -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} ->
-megatron -> {engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone; api
-is for users. A room imports what is below it, and none of its own level."""
+megatron -> {engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their
+verbs alone; api is for users. A room imports what is below it, and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
