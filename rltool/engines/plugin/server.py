@@ -23,6 +23,7 @@ from starlette.websockets import WebSocketClose
 
 from rltool.engines.plugin import info, sglang_api
 from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
+from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH, drop_adapter, publish_adapter
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
@@ -47,7 +48,7 @@ REPLACED_HEADERS = (b"content-type", b"content-length", b"transfer-encoding", b"
 of the request in place of the body's, and an abort by that one would not find it."""
 
 UpdateStep = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
-"""(AsyncLLM, body) -> (status, JSON)."""
+"""(AsyncLLM, or the app's state, and the body) -> (status, JSON)."""
 
 
 class Reply(JSONResponse):
@@ -82,6 +83,8 @@ class ServerMiddleware:
             RELOAD_PATH: self._reload,
             UPDATE_PATH: partial(self._update, step=update_weights),
             FINISH_PATH: partial(self._update, step=finish_update),
+            PUBLISH_PATH: partial(self._adapter, step=publish_adapter),
+            DROP_PATH: partial(self._adapter, step=drop_adapter),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,6 +173,9 @@ class ServerMiddleware:
         if status >= 500:  # one that fails to finish may be finished in some workers, and has changed nothing in others
             await self._end_failed_update(state, is_mixed=step is finish_update)
         return Reply(status, reply)
+
+    async def _adapter(self, request: Request, *, step: UpdateStep) -> Response:
+        return Reply(*await step(request.app.state, await _json_of(request)))
 
     async def _describe(
         self, request: Request, *, shape: Callable[[dict[str, Any]], dict[str, Any]] = dict
