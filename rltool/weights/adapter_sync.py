@@ -35,7 +35,6 @@ from rltool.weights.liveness import while_alive
 from rltool.weights.send.sender import SendReport
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
-from rltool.weights.transports.adapters import directory_of
 from rltool.weights.verify.values import ValueCheck
 
 OURS = re.compile(r"[0-9a-f]{32}-\d+-v\d{6,}")
@@ -178,15 +177,15 @@ class AdapterSync:
         if name in held:  # by the same process: the same name, the same bytes
             return
         await self._make_room(member)
-        await self.calls.run(endpoint, [self._publish(member, connection, version)])
+        await self.calls.run(endpoint, [self._publish(connection, version)])
         held[name] = None
 
-    def _publish(self, member: Member, connection: Connection, version: WeightVersion) -> HttpRequest:
-        name, endpoint = adapter_name(version), member.endpoint
-        if connection.rendezvous.transport == "adapters":
-            dialect = adapts(endpoint.dialect or "", plugin=endpoint.plugin)
-            return dialect.load_adapter(name, directory_of(connection.rendezvous, version))
-        body = {"name": name, "version": str(version), "peft": self.ranks.plan.peft}
+    def _publish(self, connection: Connection, version: WeightVersion) -> HttpRequest:
+        rendezvous = connection.rendezvous
+        if rendezvous.transport == "adapters":
+            [(request, _)] = connection.control.announce(self._buckets, rendezvous, version=str(version))
+            return request
+        body = {"name": adapter_name(version), "version": str(version), "peft": self.ranks.plan.peft}
         return HttpRequest("POST", "/rltool/publish_adapter", body)
 
     async def _make_room(self, member: Member) -> None:

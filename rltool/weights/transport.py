@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from rltool.config.engine_weights import TransportName
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest

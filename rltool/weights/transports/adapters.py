@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rltool.engines.adapters import adapter_name, write_adapter
+from rltool.engines.dialects.table import adapts
 from rltool.engines.transfer.wire import split_flat
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.engines.weight_version import WeightVersion
@@ -69,11 +70,14 @@ class _Kept:
 
 
 class AdapterControl:
-    """Nothing is joined, and nothing stands still: the directory is loaded by the engine's `load_adapter`."""
+    """Nothing is joined, and nothing stands still."""
 
     after_send = True
     staged = False
     acknowledged = False
+
+    def __init__(self, dialect: str) -> None:
+        self._dialect = dialect
 
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         return []
@@ -89,7 +93,9 @@ class AdapterControl:
     def announce(
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
-        return []
+        assert rendezvous.directory is not None, "AdapterSender.host names it"
+        name = adapter_name(WeightVersion.parse(version))
+        return [(adapts(self._dialect).load_adapter(name, str(Path(rendezvous.directory) / name)), len(buckets))]
 
     def finish(self, version: str) -> list[HttpRequest]:
         return []
@@ -101,14 +107,9 @@ class AdapterControl:
         return []
 
 
-def directory_of(rendezvous: Rendezvous, version: WeightVersion) -> str:
-    assert rendezvous.directory is not None, "AdapterSender.host names it"
-    return str(Path(rendezvous.directory) / adapter_name(version))
-
-
 def _obstacle(info: EngineInfo, trainer_device: str) -> str | None:
     return None  # whether it takes adapters is checked by what it reports (engines/adapters.py)
 
 
-VLLM = Transport(AdapterSender, AdapterControl(), _obstacle, shared=True, listens=False)
-SGLANG = Transport(AdapterSender, AdapterControl(), _obstacle, shared=True, listens=False)
+VLLM = Transport(AdapterSender, AdapterControl("vllm"), _obstacle, shared=True, listens=False)
+SGLANG = Transport(AdapterSender, AdapterControl("sglang"), _obstacle, shared=True, listens=False)
