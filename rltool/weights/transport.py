@@ -372,7 +372,9 @@ def _choose_for_adapters(info: EngineInfo, wanted: TransportName, trainer_device
             )
         return "adapters"
     reasons = []
-    for backend in [found for found in CANDIDATES[wanted] if found in TAKES_ADAPTERS]:
+    for backend in CANDIDATES[wanted]:
+        if backend not in TAKES_ADAPTERS:
+            continue
         why = obstacle(info, backend, trainer_device)
         if why is None:
             return backend
