@@ -110,7 +110,9 @@ def openai_agents_responses() -> str:
 def smolagents() -> str:
     from smolagents import OpenAIModel, ToolCallingAgent, tool
 
-    agent = ToolCallingAgent([tool(add)], OpenAIModel("policy", api_base=OPENAI_URL, api_key=KEY), max_steps=3)
+    # Its default is tool_choice="required", which would change the distribution.
+    model = OpenAIModel("policy", api_base=OPENAI_URL, api_key=KEY, tool_choice="auto")
+    agent = ToolCallingAgent([tool(add)], model, max_steps=3)
     return str(agent.run(QUESTION))
 
 

@@ -32,7 +32,8 @@ CLIENTS: dict[str, tuple[list[str], str, int]] = {
     "langgraph_anthropic": LOOP,
     "openai_agents_chat": LOOP,
     "openai_agents_responses": LOOP,
-    "smolagents": ([CALL, called("final_answer", '{"answer": "It is 5."}')], ANSWER, 1),
+    # It tells the model of its call in words of its own: another history, so another row.
+    "smolagents": ([CALL, called("final_answer", '{"answer": "It is 5."}')], ANSWER, 2),
     "dspy": (["[[ ## answer ## ]]\nIt is 5.\n\n[[ ## completed ## ]]"], ANSWER, 1),
     "mini_swe_agent": (
         # A reply without a call is thrown away: it does not count, and what it answered is asked again.
@@ -46,6 +47,8 @@ CLIENTS: dict[str, tuple[list[str], str, int]] = {
     ),
 }
 """What the model says to each, its last words, and how many training rows that makes."""
+LONG = {"litellm_anthropic", "langgraph_anthropic", "openai_agents_chat"}
+"""Of each package one way is in every test run."""
 
 
 def run(name: str, session: dict[str, Any], directory: Path) -> str:
@@ -62,8 +65,10 @@ def run(name: str, session: dict[str, Any], directory: Path) -> str:
     return ended.stdout
 
 
-@pytest.mark.parametrize("name", CLIENTS)
-def test_a_released_client_plays_its_episode_in_one_row_and_each_sampled_token_is_trained_once(
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in CLIENTS]
+)
+def test_a_released_client_plays_its_episode_in_few_rows_and_each_sampled_token_is_trained_once(
     name, gateway, engine, words, tmp_path
 ):
     replies, answer, rows = CLIENTS[name]
