@@ -40,8 +40,7 @@ def litellm_loop(model: str, base: str) -> str:
         )
         said = reply.choices[0].message
         messages.append(said.model_dump())
-        for call in said.tool_calls or []:
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+        messages += [{"role": "tool", "tool_call_id": call.id, "content": "5"} for call in said.tool_calls or []]
     return said.content
 
 

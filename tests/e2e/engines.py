@@ -181,7 +181,7 @@ def sglang_python() -> Path:
 
 
 def clients_python() -> Path:
-    """The interpreter of the released clients' environment (requirements/clients.txt). In CI its absence is a failure."""
+    """The interpreter of the released clients' environment (requirements/clients.txt). In CI its absence fails."""
     named = os.environ.get("RLTOOL_CLIENTS_PYTHON")
     how = "make venv-clients, then RLTOOL_CLIENTS_PYTHON=$PWD/.venv-clients/bin/python (`make test` does both)"
     if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
