@@ -172,6 +172,15 @@ class RolloutConfig(Config):
     """agent: episodes that run side by side; of a command line that many processes."""
     agent_retries: int = Field(default=1, ge=0)
     """agent: further attempts of an episode that failed; then its sample counts as failed."""
+    on_sampling: Literal["override", "refuse"] = "refuse"
+    """agent: a request for another temperature than the run's, for penalties, or with a parameter that the gateway does
+    not know: refused, or served with the run's sampling."""
+    trajectory_selection: Literal["all", "longest", "last", "rewarded"] | OwnFunction = "all"
+    """agent: which trajectories of an episode are trained: the longest, that of its last turn, those with a turn that
+    was paid by itself (all where none was), or f(record) -> list[int], their numbers. What they share with one that is
+    not trained is trained with them."""
+    train_discarded: bool = False
+    """agent: train replies that the agent threw away (it sent the same messages again without them)."""
     gateway: str | None = None
     """agent: URL of a gateway that runs already, with the run's sampling and in front of its engines; None: the run
     starts one."""
@@ -267,6 +276,9 @@ class WeightsConfig(Config):
     """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
     vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
     --gpu-memory-utilization. auto: so at the engines that can, which true demands of all."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """What engines get of a run with adapters. merged: all weights, adapters merged in. adapter: the adapter alone,
+    under a name of its own at each sync; requests name it, and no engine is paused (docs/lora.md)."""
     delta: WhereItCan = False
     """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's

@@ -25,14 +25,15 @@ LEVELS = (
     {"environments", "gateway"},
     {"agents"},
     {"training"},
+    {"tinker"},
     {"quickstart", "doctor", "api"},
     {"commands"},
     {"cli"},
     {"__main__"},
 )
-"""commands -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} -> megatron ->
-{engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their verbs alone; api
-is for users. A room imports what is below it, and none of its own level."""
+"""commands -> tinker -> training -> agents -> {environments, gateway} -> chat -> {rollout, weights, checkpoints} ->
+megatron -> {engines, router, algorithms, models} -> {config, processes}; the quickstart and the doctor serve their
+verbs alone; api is for users. A room imports what is below it, and none of its own level."""
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 SAME_LEVEL = {
@@ -79,6 +80,7 @@ OWNERS = {
         "rollout/rewards/remote.py": "a reward over HTTP",
         "training/run_server.py": "the driver's endpoint",
         "engines/metrics_text.py": "what engines measure, with bounds on replies",
+        "tinker/server.py": "what tinker's client speaks to",
         "gateway/server.py": "what agents speak to",
         "gateway/bodies.py": "its requests",
         "gateway/agent_routes.py": "its routes for remote agents",
@@ -456,7 +458,7 @@ def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_gen
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
     modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
     serving = {"serving.data_plane", "serving.monitor", "serving.versions"}
-    assert modules == {"tokenizer", "generate", "sample", *serving}
+    assert modules == {"tokenizer", "generate", "sample", "stop_strings", *serving}
 
 
 @pytest.mark.parametrize(

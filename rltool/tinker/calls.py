@@ -1,0 +1,108 @@
+"""What each call does with the trainer, and what it gives; in the words of the client's API."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rltool.errors import UsageError
+from rltool.tinker.journal import Call
+from rltool.tinker.wire import decode_forward, encode_output
+from rltool.training.served import AdamParams, AdapterSpec, ServedTrainer
+
+ALPHA = 32.0
+"""Of every adapter: the API has no setting for it (tinker-docs.thinkingmachines.ai, "LoRA Primer")."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_PATH = re.compile(r"tinker://([^/]+)/weights/([^/]+)")
+
+
+def checkpoint_name(name: str) -> str:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"path {name!r}: a checkpoint's name is letters, digits, '.', '_' and '-', at most 100")
+    return name
+
+
+def checkpoint_path(model: str, name: str) -> str:
+    return f"tinker://{model}/weights/{name}"
+
+
+def parse_path(path: str) -> tuple[str, str]:
+    """Model and name."""
+    found = _PATH.fullmatch(path)
+    if not found:
+        raise UsageError(f"{path!r} is no path of trained weights, expected tinker://MODEL/weights/NAME")
+    return found[1], checkpoint_name(found[2])
+
+
+def adapter_spec(lora: Mapping[str, Any] | None) -> AdapterSpec | None:
+    """Of create_model's lora_config. Adapters of the unembedding are not trained: the session says so to its client."""
+    if lora is None:
+        return None
+    unknown = set(lora) - {"rank", "seed", "train_unembed", "train_mlp", "train_attn"}
+    if unknown:
+        raise UsageError(f"lora_config: {', '.join(sorted(unknown))} is not supported")
+    attention, mlp = lora.get("train_attn", True), lora.get("train_mlp", True)
+    if not attention and not mlp:
+        raise UsageError("lora_config: one of train_attn and train_mlp has to be true")
+    rank = lora.get("rank")
+    if not isinstance(rank, int) or rank < 1:
+        raise UsageError(f"lora_config.rank is {rank!r}, expected an integer of at least 1")
+    if attention and mlp:
+        return AdapterSpec(rank, ALPHA)
+    return AdapterSpec(rank, ALPHA, ("qkv", "proj") if attention else ("gate_up", "down"))
+
+
+def adam_params(given: Mapping[str, Any]) -> AdamParams:
+    known = {each.name for each in dataclasses.fields(AdamParams)}
+    unknown = set(given) - known
+    if unknown:
+        raise UsageError(f"adam_params: {', '.join(sorted(unknown))} is not supported")
+    for name, value in given.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UsageError(f"adam_params.{name} is {value!r}, expected a number")
+    return AdamParams(**{name: float(value) for name, value in given.items()})
+
+
+def perform(trainer: ServedTrainer, call: Call, checkpoints: Path) -> dict[str, Any]:
+    """The result that the client gets. UsageError: the call is wrong, and nothing has changed.
+
+    checkpoints: a folder for each model. A checkpoint that is there was saved by this same call, before a restart:
+    names are given once.
+    """
+    body, model = call.body, call.model
+    match call.kind:
+        case "create_model":
+            seed = body["lora_config"].get("seed") if body.get("lora_config") else None
+            trainer.create(model, adapter_spec(body.get("lora_config")), call.number if seed is None else seed)
+            return {"type": "create_model", "model_id": model}
+        case "forward_backward":
+            request = decode_forward(base64.b64decode(body["proto"]))
+            output = trainer.forward(model, request.data, request.loss, request.settings, backward=request.backward)
+            return {"proto": base64.b64encode(encode_output(output)).decode()}
+        case "optim_step":
+            return {"metrics": dict(trainer.optim_step(model, adam_params(body["adam_params"])))}
+        case "save_weights":
+            directory = checkpoints / model / body["name"]
+            if not directory.exists():
+                directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                trainer.save(model, directory, optimizer=True)
+            return {"type": "save_weights", "path": checkpoint_path(model, body["name"])}
+        case "load_weights":
+            of_model, name = parse_path(body["path"])
+            if body["create"]:
+                trainer.create(model, adapter_spec(body["lora_config"]), call.number)
+            try:
+                trainer.load(model, checkpoints / of_model / name, optimizer=body["optimizer"])
+            except UsageError:
+                if body["create"]:
+                    trainer.drop(model)
+                raise
+            return {"type": "load_weights", "path": body["path"], "model_id": model}
+        case _:
+            raise AssertionError(call.kind)
+

@@ -1,0 +1,217 @@
+"""Tinker's API over HTTP, as its client (tinker 0.38) calls it: routes, keys, bodies, errors.
+
+A call is answered with the id of its future; `retrieve_future` waits for the result a while, and says "try again" with
+408. What is not served is refused with a sentence, with a status that the client does not retry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from rltool.errors import UsageError
+from rltool.processes.keys import read_key
+from rltool.tinker.journal import Call
+from rltool.tinker.service import Refused, Service
+from rltool.tinker.wire import decode_forward
+
+Body = dict[str, Any]
+Handler = Callable[[str, Body], Awaitable[Body]]
+
+PREFIX = "/api/v1/"
+POLL_SECONDS = 25.0
+"""Of a long poll; the client gives up after 45."""
+
+NOTE = "adapters of the output head (train_unembed) are not trained by this server; all other linear layers are"
+
+
+def read_keys(directory: Path) -> dict[str, str]:
+    """Client -> key, of files by the clients' names. UsageError for a file that others may read, and for two clients
+    of one key."""
+    keys: dict[str, str] = {}
+    for file in sorted(directory.iterdir()):
+        if file.stat().st_mode & 0o077:
+            raise UsageError(f"the key file {file} can be read by others: chmod 600 {file}")
+        key = read_key(file, f"client {file.name!r}")
+        if not key.startswith("tml-"):
+            raise UsageError(f"the key in {file} does not begin with 'tml-', as tinker's client demands")
+        if key in keys.values():
+            raise UsageError(f"the key in {file} is that of another client too")
+        keys[file.name] = key
+    if not keys:
+        raise UsageError(f"there is no key in {directory}: a client's key is a file with its name, of mode 600")
+    return keys
+
+
+class TinkerServer:
+    """keys: client -> key."""
+
+    def __init__(self, service: Service, keys: Mapping[str, str], *, poll_seconds: float = POLL_SECONDS) -> None:
+        self._service, self._keys, self._poll_seconds = service, dict(keys), poll_seconds
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._service.limits.body_bytes)
+        posts: dict[str, Handler] = {
+            "client/config": self._client_config,
+            "client/dynamic_config": _always({"sample_cancel_enabled": False}),
+            "create_session": self._create_session,
+            "session_heartbeat": self._heartbeat,
+            "telemetry": _always({"status": "accepted"}),
+            "create_model": self._future(self._service.create_model),
+            "get_info": self._get_info,
+            "optim_step": self._future(self._service.optim_step),
+            "save_weights": self._future(self._service.save_weights),
+            "load_weights": self._future(self._service.load_weights),
+        }
+        for path, handler in posts.items():
+            app.router.add_post(PREFIX + path, self._answering(handler))
+        app.router.add_get(PREFIX + "healthz", self._health)
+        app.router.add_get(PREFIX + "get_server_capabilities", self._answering(self._capabilities))
+        app.router.add_post(PREFIX + "forward_backward", self._forward_backward)
+        app.router.add_post(PREFIX + "retrieve_future", self._retrieve)
+        app.router.add_route("*", "/{path:.*}", self._no_route)
+        return app
+
+    # -- calls
+
+    async def _client_config(self, client: str, body: Body) -> Body:
+        # Chunks of one call in turn, so that they are added up in their order.
+        return {"parallel_fwdbwd_chunks": False, "proto_compress_fwdbwd": False}
+
+    async def _create_session(self, client: str, body: Body) -> Body:
+        return {
+            "type": "create_session", "session_id": await self._service.open_session(client), "info_message": NOTE,
+        }  # fmt: skip
+
+    async def _heartbeat(self, client: str, body: Body) -> Body:
+        self._service.demand_session(client, body.get("session_id"))
+        return {"type": "session_heartbeat"}
+
+    async def _capabilities(self, client: str, body: Body) -> Body:
+        return {"supported_models": [{"model_name": self._service.base_model, "trainable": True, "sampleable": False}]}
+
+    async def _get_info(self, client: str, body: Body) -> Body:
+        model = self._service.demand_model(client, body.get("model_id"))
+        lora, base = self._service.lora_of(model), self._service.base_model
+        return {
+            "type": "get_info", "model_id": model, "model_name": base, "is_lora": lora is not None,
+            "lora_rank": lora["rank"] if lora else None, "model_data": {"model_name": base, "tokenizer_id": base},
+        }  # fmt: skip
+
+    async def _forward_backward(self, request: web.Request) -> web.Response:
+        async def accept(client: str, body: Body) -> Body:
+            if request.content_type != "application/x-protobuf":
+                raise UsageError(f"forward_backward is {request.content_type}, expected application/x-protobuf")
+            proto = await request.read()
+            asked = decode_forward(proto)
+            kept = {"proto": base64.b64encode(proto).decode()}
+            return _promise(await self._service.on_model(client, "forward_backward", asked.model, asked.seq, kept))
+
+        return await self._answer(request, accept, {})
+
+    def _future(self, accept: Callable[[str, Body], Awaitable[Call]]) -> Handler:
+        async def handler(client: str, body: Body) -> Body:
+            return _promise(await accept(client, body))
+
+        return handler
+
+    async def _retrieve(self, request: web.Request) -> web.Response:
+        async def wait(client: str, body: Body) -> Body:
+            number = body.get("request_id")
+            if not isinstance(number, str) or not number.isdecimal():
+                raise Refused(404, f"there is no request {number!r}")
+            result = await self._service.result(client, int(number), self._poll_seconds)
+            if result is None:
+                raise _TryAgain
+            return result
+
+        return await self._answer(request, wait, None)
+
+    # -- what all have
+
+    def _answering(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def answer(request: web.Request) -> web.Response:
+            return await self._answer(request, handler, None)
+
+        return answer
+
+    async def _answer(self, request: web.Request, handler: Handler, body: Body | None) -> web.Response:
+        """body: None for that of the request, JSON."""
+        try:
+            client = self._client(request)
+            if body is None:
+                body = await _json(request)
+            answer = await handler(client, body)
+            if "proto" in answer:
+                return web.Response(body=base64.b64decode(answer["proto"]), content_type="application/x-protobuf")
+            return web.json_response(answer)
+        except _TryAgain:
+            return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
+        except Refused as refused:
+            return _error(refused.status, str(refused))
+        except UsageError as error:
+            return _error(422, str(error))
+
+    def _client(self, request: web.Request) -> str:
+        given = request.headers.get("X-API-Key", "").encode()
+        found = [client for client, key in self._keys.items() if hmac.compare_digest(given, key.encode())]
+        if not found:
+            raise Refused(401, "the key (X-API-Key, TINKER_API_KEY) is none of this server's clients")
+        return found[0]
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def _no_route(self, request: web.Request) -> web.Response:
+        async def refuse(client: str, body: Body) -> Body:
+            raise Refused(404, f"{request.method} {request.path} is not served here")
+
+        return await self._answer(request, refuse, {})
+
+
+class _TryAgain(Exception):
+    pass
+
+
+def _always(body: Body) -> Handler:
+    async def handler(client: str, given: Body) -> Body:
+        return body
+
+    return handler
+
+
+def _promise(call: Call) -> Body:
+    return {"request_id": str(call.number), "model_id": call.model}
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": message, "detail": message}, status=status)
+
+
+async def _json(request: web.Request) -> Body:
+    try:
+        body = json.loads(await request.read() or b"{}")
+    except ValueError as error:
+        raise UsageError(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise UsageError("the body is no JSON object")
+    return body
+
+
+async def serve(server: TinkerServer, service: Service, host: str, port: int) -> None:
+    """Until the task is cancelled; raises what ended the trainer. Prints nothing."""
+    runner = web.AppRunner(server.app(), access_log=None)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        await service.run()
+    finally:
+        await runner.cleanup()
+        await asyncio.to_thread(service.close)

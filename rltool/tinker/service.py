@@ -1,0 +1,268 @@
+"""Calls of several clients on one trainer: accepted, ordered, carried out, and the same again after a kill.
+
+Each model's calls run in the order in which they were accepted; between clients they take turns. Since each model
+computes as if it were alone, its state follows from its own calls: after a restart it is that of the last snapshot and
+of the calls after it, carried out again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import secrets
+import shutil
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rltool.errors import UsageError
+from rltool.processes.files import write_json_atomic
+from rltool.tinker.calls import adam_params, adapter_spec, checkpoint_name, checkpoint_path, parse_path, perform
+from rltool.tinker.journal import Call, Journal
+from rltool.training.served import ServedTrainer
+
+
+class Refused(Exception):
+    """A call that is not accepted. status: of HTTP."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of each client. in_flight: calls without a result; models; checkpoints: kept; body_bytes: of a request."""
+
+    in_flight: int = 256
+    models: int = 16
+    checkpoints: int = 100
+    body_bytes: int = 64 * 2**20
+
+
+@dataclass
+class _Model:
+    """lora: the client's lora_config. names: of its checkpoints."""
+
+    client: str
+    lora: dict[str, Any] | None
+    names: set[str]
+
+
+class Service:
+    """trainer: driven from one thread at a time. snapshot_every: so many calls, at most, are carried out again after a
+    restart."""
+
+    def __init__(
+        self, directory: Path, trainer: ServedTrainer, base_model: str, *, limits: Limits, snapshot_every: int = 100
+    ) -> None:
+        self.base_model, self.limits = base_model, limits
+        self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
+        self._journal = Journal(directory)
+        self._models: dict[str, _Model] = {}
+        self._sessions: dict[str, str] = {}
+        self._by_key: dict[tuple[str, str], Call] = {}
+        self._waiting: dict[str, deque[Call]] = {}
+        """By client, who comes next first."""
+        self._done: dict[str, int] = {}
+        """Model -> the last call that the trainer's state has."""
+        self._since_snapshot = 0
+        self._accepting = asyncio.Lock()
+        self._news = asyncio.Condition()
+        self._recover()
+
+    # -- accepting
+
+    async def open_session(self, client: str) -> str:
+        session = secrets.token_hex(8)
+        await self._accept(client, "session", session, session, {})
+        return session
+
+    def demand_session(self, client: str, session: object) -> str:
+        if not isinstance(session, str) or self._sessions.get(session) != client:
+            raise Refused(404, f"there is no session {session!r}")
+        return session
+
+    def demand_model(self, client: str, model: object) -> str:
+        """Of another client's as of none: 404."""
+        if not isinstance(model, str) or model not in self._models or self._models[model].client != client:
+            raise Refused(404, f"there is no model {model!r}")
+        return model
+
+    def lora_of(self, model: str) -> dict[str, Any] | None:
+        return self._models[model].lora
+
+    async def create_model(self, client: str, body: dict[str, Any]) -> Call:
+        _follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
+        model = self._new_name(client, body)
+        if body.get("base_model") != self.base_model:
+            raise UsageError(f"base_model is {body.get('base_model')!r}; this server trains {self.base_model!r}")
+        adapter_spec(body.get("lora_config"))
+        kept = {"lora_config": body.get("lora_config")}
+        return await self._accept(client, "create_model", model, f"create:{model}", kept)
+
+    async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
+        name = self.demand_model(client, model)
+        if isinstance(seq, bool) or not isinstance(seq, int):
+            raise UsageError(f"seq_id is {seq!r}, expected an integer: it makes a repetition known")
+        return await self._accept(client, kind, name, f"{name}:{seq}", body)
+
+    async def optim_step(self, client: str, body: dict[str, Any]) -> Call:
+        if "optimizer_params" in body:
+            raise UsageError(f"optimizer {body['optimizer_params'].get('type')!r} is not supported; adamw is")
+        _follow(body, {"model_id", "seq_id", "adam_params"})
+        adam_params(body.get("adam_params") or {})
+        kept = {"adam_params": body.get("adam_params") or {}}
+        return await self.on_model(client, "optim_step", body.get("model_id"), body.get("seq_id"), kept)
+
+    async def save_weights(self, client: str, body: dict[str, Any]) -> Call:
+        _follow(body, {"model_id", "seq_id", "path"})
+        seq = body.get("seq_id")
+        name = checkpoint_name(body.get("path") or f"step-{seq}")
+        return await self.on_model(client, "save_weights", body.get("model_id"), seq, {"name": name})
+
+    async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
+        _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
+        of_model, name = parse_path(str(body.get("path")))
+        self.demand_model(client, of_model)
+        if not (self._directory / "checkpoints" / of_model / name).exists():
+            raise Refused(404, f"there is no checkpoint {body.get('path')!r}, or its save has not ended")
+        kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": "session_id" in body}
+        if "session_id" not in body:
+            return await self.on_model(client, "load_weights", body.get("model_id"), body.get("seq_id"), kept)
+        if body.get("base_model", self.base_model) != self.base_model:
+            raise UsageError(f"base_model is {body['base_model']!r}; this server trains {self.base_model!r}")
+        model = self._new_name(client, body)
+        kept["lora_config"] = self._models[of_model].lora
+        return await self._accept(client, "load_weights", model, f"create:{model}", kept)
+
+    def _new_name(self, client: str, body: dict[str, Any]) -> str:
+        seq = body.get("model_seq_id")
+        if isinstance(seq, bool) or not isinstance(seq, int):
+            raise UsageError(f"model_seq_id is {seq!r}, expected an integer")
+        return f"{self.demand_session(client, body.get('session_id'))}:train:{seq}"
+
+    async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
+        """On the disk when this returns. A repetition gives the call that is there already."""
+        digest = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
+        async with self._accepting:
+            known = self._by_key.get((client, key))
+            if known is not None:
+                if known.digest != digest:
+                    raise UsageError(f"call {key} was a {known.kind} of other content: a seq_id is used once")
+                return known
+            self._within_limits(client, kind, model, body)
+            call = Call(len(self._journal.calls), client, kind, model, key, digest, body)
+            # In the loop, not in a thread: a client that leaves cannot part an accepted call from the books.
+            self._journal.accept(call)
+            self._enter(call)
+        async with self._news:
+            self._news.notify_all()
+        return call
+
+    def _within_limits(self, client: str, kind: str, model: str, body: dict[str, Any]) -> None:
+        if kind == "session":
+            return
+        if len(self._waiting.get(client, ())) >= self.limits.in_flight:
+            raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
+        own = [each for each in self._models.values() if each.client == client]
+        if model not in self._models and len(own) >= self.limits.models:
+            raise UsageError(f"there are {len(own)} models, the most that a client may have")
+        if kind == "save_weights":
+            if body["name"] in self._models[model].names:
+                raise UsageError(f"{checkpoint_path(model, body['name'])} is there already; a name is given once")
+            if sum(len(each.names) for each in own) >= self.limits.checkpoints:
+                raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
+
+    def _enter(self, call: Call) -> None:
+        """An accepted call into the books."""
+        self._by_key[call.client, call.key] = call
+        if call.kind == "session":
+            self._sessions[call.model] = call.client
+            return
+        if call.kind in ("create_model", "load_weights") and call.model not in self._models:
+            self._models[call.model] = _Model(call.client, call.body["lora_config"], set())
+        if call.kind == "save_weights":
+            self._models[call.model].names.add(call.body["name"])
+        if call.number > self._done.get(call.model, -1):
+            self._waiting.setdefault(call.client, deque()).append(call)
+
+    # -- results
+
+    async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
+        """None: there is none after so long. Of another client's call as of none: 404."""
+        calls = self._journal.calls
+        if not 0 <= number < len(calls) or calls[number].client != client or calls[number].kind == "session":
+            raise Refused(404, f"there is no request {number}")
+        results = self._journal.results
+        try:
+            async with asyncio.timeout(seconds), self._news:
+                await self._news.wait_for(lambda: number in results)
+        except TimeoutError:
+            return None
+        return results[number]
+
+    # -- carrying out
+
+    async def run(self) -> None:
+        """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
+        no more use, and another process begins where the journal ends."""
+        while True:
+            async with self._news:
+                await self._news.wait_for(lambda: bool(self._waiting))
+            client = next(iter(self._waiting))
+            queue = self._waiting.pop(client)
+            call = queue.popleft()
+            if queue:
+                self._waiting[client] = queue  # behind the others
+            await asyncio.to_thread(self._carry_out, call)
+            async with self._news:
+                self._news.notify_all()
+
+    def _carry_out(self, call: Call) -> None:
+        try:
+            result = perform(self._trainer, call, self._directory / "checkpoints")
+        except UsageError as error:
+            result = {"error": str(error), "category": "user"}
+        self._done[call.model] = call.number
+        if call.number not in self._journal.results:
+            self._journal.finish(call, result)
+        self._since_snapshot += 1
+        if self._since_snapshot >= self._snapshot_every:
+            self._snapshot()
+
+    def _snapshot(self) -> None:
+        """The pointer is written once the directory is whole; the one before it goes last."""
+        snapshots = self._directory / "snapshots"
+        snapshots.mkdir(mode=0o700, exist_ok=True)
+        name = secrets.token_hex(8)
+        self._trainer.snapshot(snapshots / name)
+        write_json_atomic(self._directory / "snapshot.json", {"name": name, "done": self._done}, mode=0o600)
+        self._since_snapshot = 0
+        for other in snapshots.iterdir():
+            if other.name != name:
+                shutil.rmtree(other)
+
+    def _recover(self) -> None:
+        pointer = self._directory / "snapshot.json"
+        if pointer.exists():
+            held = json.loads(pointer.read_text(encoding="utf-8"))
+            self._trainer.restore(self._directory / "snapshots" / held["name"])
+            self._done = held["done"]
+        for call in self._journal.calls:
+            self._enter(call)
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def _follow(body: dict[str, Any], known: set[str]) -> None:
+    """UsageError for a setting that would have no effect. Empty ones, and what people attach to a call, are none."""
+    attached = {"type", "user_metadata"}
+    odd = {key for key, value in body.items() if value not in (None, False, "", {}) and key not in known | attached}
+    if body.get("optimizer_config") in (None, {"type": "adamw"}):
+        odd.discard("optimizer_config")
+    if odd:
+        raise UsageError(f"{', '.join(sorted(odd))} is not supported by this server")

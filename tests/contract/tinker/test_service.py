@@ -1,0 +1,270 @@
+"""Calls on a served trainer: accepted once, in order, in turns, and the same after a kill at any point."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import rltool.tinker.service as service_module
+from rltool.errors import UsageError
+from rltool.tinker.journal import Journal
+from rltool.tinker.service import Limits, Refused, Service
+from tests.contract.tinker.plain_trainer import PlainTrainer
+from tests.contract.tinker.protos import forward_proto
+
+
+class Killed(BaseException):
+    """Nothing of the process goes on after it."""
+
+
+def make(directory: Path, *, snapshot_every: int = 3, **limits: int) -> tuple[Service, PlainTrainer]:
+    trainer = PlainTrainer()
+    return Service(directory, trainer, "base", limits=Limits(**limits), snapshot_every=snapshot_every), trainer
+
+
+async def forward(service: Service, client: str, model: str, seq: int, *, seed: int = 0) -> Any:
+    proto = forward_proto(model, seq, tokens=[1, 2, 3 + seed], targets=[2, 3 + seed, 5])
+    return await service.on_model(client, "forward_backward", model, seq, {"proto": base64.b64encode(proto).decode()})
+
+
+async def life(service: Service, session: str) -> list[Any]:
+    """A client's whole loop, each call again from the first: those that were acknowledged are known."""
+    model = f"{session}:train:0"
+    calls = [await service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "base"})]
+    seq = 0
+    for step in range(2):
+        for each in range(2):
+            seq += 1
+            calls.append(await forward(service, "a", model, seq, seed=each + step))
+        seq += 1
+        adam = {"learning_rate": 0.1}
+        calls.append(await service.optim_step("a", {"model_id": model, "seq_id": seq, "adam_params": adam}))
+        seq += 1
+        calls.append(await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
+        [await service.result("a", call.number, 5) for call in calls]
+    body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
+    calls += [await service.load_weights("a", body), await forward(service, "a", model, seq + 2)]
+    return [await service.result("a", call.number, 5) for call in calls]
+
+
+async def driven(service: Service, session: str | None) -> list[Any]:
+    running = asyncio.create_task(service.run())
+    living = asyncio.create_task(life(service, session or await service.open_session("a")))
+    done, _ = await asyncio.wait({running, living}, return_when=asyncio.FIRST_COMPLETED)
+    calls = service._journal.calls
+    if living in done and living.exception() is None:  # what was acknowledged long ago is carried out again
+        while service._done.get(calls[-1].model, -1) < calls[-1].number and not running.done():
+            await asyncio.sleep(0.001)
+        done, _ = await asyncio.wait({running, living}, timeout=0)
+    for task in (running, living):
+        task.cancel()
+    await asyncio.wait({running, living})
+    for task in done:
+        task.result()
+    return living.result()
+
+
+@contextmanager
+def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The process dies at the count-th time that it writes something: before it, or after it, in turns."""
+    seen = [0]
+
+    def dying(original: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            seen[0] += 1
+            if seen[0] > count // 2:
+                if count % 2:
+                    original(*arguments, **named)
+                raise Killed
+            return original(*arguments, **named)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for place, name in (
+            (Journal, "accept"), (Journal, "finish"), (service_module, "write_json_atomic"),
+            (PlainTrainer, "snapshot"), (PlainTrainer, "save"), (service_module.shutil, "rmtree"),
+        ):  # fmt: skip
+            patch.setattr(place, name, dying(getattr(place, name)))
+        yield seen
+
+
+async def attempt(directory: Path) -> tuple[list[Any], PlainTrainer]:
+    service, trainer = make(directory)
+    try:
+        session = next(iter(service._sessions), None)
+        return await driven(service, session), trainer
+    finally:
+        service.close()
+
+
+def without_session(found: object, directory: Path) -> str:
+    session = Journal(directory).calls[0].model
+    return str(found).replace(session, "SESSION")
+
+
+def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(tmp_path, monkeypatch):
+    expected, trainer = asyncio.run(attempt(tmp_path / "whole"))
+    assert not any("error" in each for each in expected)
+    want = without_session(expected, tmp_path / "whole")
+    count = 0
+    for count in range(200):
+        directory = tmp_path / str(count)
+        with killed_at(count, monkeypatch):
+            try:
+                asyncio.run(attempt(directory))
+            except Killed:
+                pass
+            else:
+                break  # it came to its end: there is no later point
+        found, again = asyncio.run(attempt(directory))
+        assert without_session(found, directory) == want, f"killed at {count}"
+        [one], [other] = trainer.models.values(), again.models.values()
+        assert all(torch.equal(one[name], other[name]) for name in one), f"killed at {count}"
+    assert 40 < count < 199
+
+
+def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path):
+    expected, _ = asyncio.run(attempt(tmp_path))
+    with (tmp_path / "calls.jsonl").open("ab") as file:
+        file.write(b'{"number":99,"cli')
+    found, _ = asyncio.run(attempt(tmp_path))
+    assert found == expected
+    assert (tmp_path / "calls.jsonl").read_bytes().endswith(b"\n")
+
+
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
+    asyncio.run(attempt(tmp_path))
+    lines = (tmp_path / "calls.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "calls.jsonl").write_bytes(b"".join([lines[0], lines[1][:9] + b"\n", *lines[2:]]))
+    with pytest.raises(UsageError, match=r"calls.jsonl, line 2 is damaged"):
+        make(tmp_path)
+
+
+def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, monkeypatch):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        with monkeypatch.context() as patch:
+            def full(_: int) -> None:
+                raise OSError(28, "No space left on device")
+
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space"):
+                await service.open_session("a")
+        await service.open_session("a")
+        service.close()
+
+    asyncio.run(case())
+    assert len(Journal(tmp_path).calls) == 1
+
+
+async def model_of(service: Service, client: str) -> str:
+    session = await service.open_session(client)
+    call = await service.create_model(client, {"session_id": session, "model_seq_id": 0, "base_model": "base"})
+    return call.model
+
+
+def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refused(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        first, again = await forward(service, "a", model, 1), await forward(service, "a", model, 1)
+        assert first == again
+        with pytest.raises(UsageError, match="a seq_id is used once"):
+            await forward(service, "a", model, 1, seed=1)
+
+    asyncio.run(case())
+
+
+def test_clients_take_turns_and_each_models_calls_keep_their_order(tmp_path, monkeypatch):
+    order: list[tuple[str, int]] = []
+    original = service_module.perform
+
+    def noted(trainer: Any, call: Any, checkpoints: Any) -> Any:
+        order.append((call.client, call.number))
+        return original(trainer, call, checkpoints)
+
+    monkeypatch.setattr(service_module, "perform", noted)
+
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        models = {client: await model_of(service, client) for client in "ab"}
+        calls = [await forward(service, each, models[each], seq) for seq, each in enumerate("aaaaabb")]
+        running = asyncio.create_task(service.run())
+        assert await service.result("b", calls[-1].number, 5)
+        assert await service.result("a", calls[-3].number, 5)
+        running.cancel()
+
+    asyncio.run(case())
+    assert "".join(client for client, _ in order) == "abababaaa"
+    for client in "ab":
+        numbers = [number for name, number in order if name == client]
+        assert numbers == sorted(numbers)
+
+
+def test_another_clients_sessions_models_results_and_checkpoints_are_not_there(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        call = await forward(service, "a", model, 1)
+        session = await service.open_session("b")
+        theirs = {"session_id": model.split(":")[0], "model_seq_id": 1, "base_model": "base"}
+        load = {"session_id": session, "model_seq_id": 0, "path": f"tinker://{model}/weights/x"}
+        for refused in (
+            service.result("b", call.number, 0), forward(service, "b", model, 2),
+            service.create_model("b", theirs), service.load_weights("b", load),
+        ):  # fmt: skip
+            with pytest.raises(Refused) as error:
+                await refused
+            assert error.value.status == 404
+
+    asyncio.run(case())
+
+
+def test_limits_are_refused_by_name(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path, in_flight=3, models=1, checkpoints=1)
+        model = await model_of(service, "a")
+        with pytest.raises(UsageError, match="1 models, the most"):
+            await model_of(service, "a")
+        await service.save_weights("a", {"model_id": model, "seq_id": 1, "path": "x"})
+        with pytest.raises(UsageError, match="a name is given once"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 2, "path": "x"})
+        with pytest.raises(UsageError, match="1 checkpoints, the most"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 2, "path": "y"})
+        await forward(service, "a", model, 2)
+        with pytest.raises(Refused, match="3 calls wait already") as error:
+            await forward(service, "a", model, 3)
+        assert error.value.status == 429
+        await model_of(service, "b")  # has limits of its own
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"adam_params": {"momentum": 1}}, "momentum is not supported"),
+        ({"adam_params": {"beta1": "x"}}, "expected a number"),
+        ({"optimizer_params": {"type": "dimuon"}}, "optimizer 'dimuon' is not supported"),
+        ({"foo": 1}, "foo is not supported"),
+    ],
+)
+def test_settings_that_would_have_no_effect_are_refused(tmp_path, given, message):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        with pytest.raises(UsageError, match=message):
+            await service.optim_step("a", {"model_id": model, "seq_id": 1, **given})
+        with pytest.raises(UsageError, match="ttl_seconds, overwrite|overwrite, ttl_seconds"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 1, "ttl_seconds": 4000, "overwrite": True})
+
+    asyncio.run(case())

@@ -1,0 +1,150 @@
+"""The released tinker client, unmodified and in its own process, trains a real Megatron model through the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.e2e.engines import clients_python, free_port
+from tests.e2e.megatron_models import save_hf
+
+pytestmark = pytest.mark.e2e
+
+KEYS = {"alice": "tml-alice", "bob": "tml-bob"}
+CLIENT = Path(__file__).with_name("tinker_client.py")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_hf(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+class Server:
+    def __init__(self, model: Path, directory: Path) -> None:
+        self.model, self.directory, self.port = model, directory, free_port()
+        self.keys = directory / "keys"
+        self.keys.mkdir(parents=True)
+        for name, key in KEYS.items():
+            (self.keys / name).write_text(key)
+            (self.keys / name).chmod(0o600)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        arguments = [self.model, self.directory / "calls", self.keys, self.port, free_port()]
+        with (self.directory / "server.log").open("ab") as log:
+            command = [sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        while True:
+            assert self.process.poll() is None, (self.directory / "server.log").read_text()[-4000:]
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serving(model: Path, directory: Path) -> Iterator[Server]:
+    server = Server(model, directory)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+def start_client(server: Server, who: str, script: str, *more: str, key: str | None = None) -> subprocess.Popen[str]:
+    command = [str(clients_python()), str(CLIENT), server.url, key or KEYS[who], script, *more]
+    environment = {"PATH": os.environ["PATH"], "HOME": str(server.directory), "TINKER_TELEMETRY": "0"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def result_of(client: subprocess.Popen[str]) -> Any:
+    out, err = client.communicate(timeout=180)
+    lines = [line.removeprefix("RESULT ") for line in out.splitlines() if line.startswith("RESULT ")]
+    assert lines, err[-3000:]
+    return json.loads(lines[-1])
+
+
+@pytest.fixture(scope="module")
+def server(model, tmp_path_factory) -> Iterator[Server]:
+    clients_python()
+    with serving(model, tmp_path_factory.mktemp("served")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(server) -> Any:
+    return result_of(start_client(server, "alice", "steps"))
+
+
+def test_the_client_trains_saves_and_loads_and_its_wrong_calls_are_refused_by_name(server):
+    found = result_of(start_client(server, "alice", "surface"))
+    assert "failed" not in found, found
+    assert found["info"] == "tiny" and found["capabilities"] == ["tiny"]
+    assert not np.allclose(found["before"], found["saved"])
+    assert found["loaded"] == found["saved"]
+    assert found["went_on"] == found["went_on_again"]
+    assert found["other"] == found["before"]  # B is 0
+    errors = found["errors"]
+    for name, text in {
+        "loss": "'stable_reinforce' is not supported", "inputs": "logprobs", "long": "has 80 tokens",
+        "rank": "lora_config.rank is 0", "model": "this server trains 'tiny'", "name": "a name is given once",
+        "ttl": "ttl_seconds is not supported", "sampler": "is not served here",
+    }.items():  # fmt: skip
+        assert text in errors[name], (name, errors[name])
+    stranger = result_of(start_client(server, "bob", "stranger", found["path"]))
+    assert "there is no model" in stranger["error"]
+
+
+def test_a_wrong_key_is_refused(server):
+    assert "X-API-Key" in result_of(start_client(server, "alice", "steps", key="tml-wrong"))["failed"]
+
+
+def test_two_clients_beside_each_other_train_as_each_does_alone(server, undisturbed):
+    both = [start_client(server, who, "steps") for who in KEYS]
+    for client in both:
+        assert result_of(client) == undisturbed
+
+
+def test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have_given(model, tmp_path, undisturbed):
+    with serving(model, tmp_path) as server:
+        client = start_client(server, "alice", "steps")
+        errors: list[str] = []
+        assert client.stderr is not None
+        for line in client.stderr:
+            errors.append(line)
+            if line.startswith(("step 1", "step 5")):
+                server.kill()
+                server.start()
+            if line.startswith("step 7"):
+                break
+        reading = threading.Thread(target=client.stderr.read)
+        reading.start()
+        assert client.stdout is not None
+        out = client.stdout.read()
+        client.wait(timeout=60)
+        reading.join()
+    assert sum(line.startswith("step") for line in errors) == 8, errors[-20:]
+    assert json.loads(out.removeprefix("RESULT ")) == undisturbed

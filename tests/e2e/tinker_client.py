@@ -1,0 +1,104 @@
+"""The released tinker client, unmodified, in its own environment: URL KEY SCRIPT. Prints what it found, as JSON.
+
+It is run by RLTOOL_CLIENTS_PYTHON, which has neither rltool nor torch.
+"""
+
+import json
+import sys
+
+import numpy as np
+import tinker
+from tinker import types
+
+VOCAB = 131
+
+
+def data_of(seed, policy=False, sizes=(5, 9)):
+    draw = np.random.default_rng(seed)
+    data = []
+    for size in sizes:
+        tokens = draw.integers(0, VOCAB, size + 1)
+        inputs = {"target_tokens": tokens[1:], "weights": draw.random(size).astype(np.float32)}
+        if policy:
+            inputs["logprobs"] = (-5 + 0.3 * draw.standard_normal(size)).astype(np.float32)
+            inputs["advantages"] = draw.standard_normal(size).astype(np.float32)
+        tensors = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=tensors))
+    return data
+
+
+def flat(output):
+    arrays = [each[name].to_numpy() for each in output.loss_fn_outputs for name in ("logprobs", "elementwise_loss")]
+    return [float(value) for array in arrays for value in array]
+
+
+def message(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def train(client, steps, losses=("cross_entropy",)):
+    """Steps in turn, pipelined: a step's calls go out before their results are asked for."""
+    found = []
+    for step in range(steps):
+        loss = losses[step % len(losses)]
+        config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} if loss == "gspo" else None
+        data = data_of(step, loss != "cross_entropy")
+        both = client.forward_backward(data, loss, config), client.optim_step(types.AdamParams(learning_rate=1e-2))
+        output, optim = (each.result() for each in both)
+        found.append([output.metrics["loss:sum"], optim.metrics["grad_norm"], *flat(output)])
+        print(f"step {step}", file=sys.stderr, flush=True)
+    return found
+
+
+def steps(service):
+    client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    return {"steps": train(client, 8), "end": flat(client.forward(data_of(99), "cross_entropy").result())}
+
+
+def surface(service):
+    client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    before = flat(client.forward(data_of(99), "cross_entropy").result())
+    found = {"info": client.get_info().model_data.model_name, "before": before}
+    found["capabilities"] = [each.model_name for each in service.get_server_capabilities().supported_models]
+    train(client, 5, ("importance_sampling", "ppo", "cispo", "dro", "gspo"))
+    path = client.save_state("one").result().path
+    saved = flat(client.forward(data_of(99), "cross_entropy").result())
+    found |= {"path": path, "saved": saved}
+    found["went_on"] = train(client, 1)
+    client.load_state_with_optimizer(path).result()
+    found["loaded"] = flat(client.forward(data_of(99), "cross_entropy").result())
+    found["went_on_again"] = train(client, 1)
+    other = service.create_lora_training_client("tiny", rank=4, seed=2).result()
+    found["other"] = flat(other.forward(data_of(99), "cross_entropy").result())
+    long = data_of(0, sizes=(80,))
+    found["errors"] = {
+        "loss": message(lambda: client.forward_backward(data_of(0), "stable_reinforce").result()),
+        "inputs": message(lambda: client.forward_backward(data_of(0), "ppo").result()),
+        "long": message(lambda: client.forward_backward(long, "cross_entropy").result()),
+        "rank": message(lambda: service.create_lora_training_client("tiny", rank=0).result()),
+        "model": message(lambda: service.create_lora_training_client("Qwen/Qwen3-8B", rank=4).result()),
+        "name": message(lambda: client.save_state("one").result()),
+        "ttl": message(lambda: client.save_state("two", ttl_seconds=4000).result()),
+        "sampler": message(lambda: client.save_weights_for_sampler("s").result()),
+    }
+    found["after_errors"] = train(client, 1)
+    return found
+
+
+def stranger(service):
+    """Of a path that is another client's."""
+    client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    return {"error": message(lambda: client.load_state(sys.argv[4]).result())}
+
+
+if __name__ == "__main__":
+    url, key, script = sys.argv[1:4]
+    try:
+        result = globals()[script](tinker.ServiceClient(base_url=url, api_key=key))
+    except Exception as error:
+        result = {"failed": f"{type(error).__name__}: {error}"}
+    print("RESULT " + json.dumps(result), flush=True)

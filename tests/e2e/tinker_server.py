@@ -1,0 +1,28 @@
+"""A trainer's server in tests: one real Megatron rank behind the API. MODEL DIRECTORY KEYS PORT RANK_PORT"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from rltool.tinker.server import TinkerServer, read_keys, serve
+from rltool.tinker.service import Limits, Service
+from tests.e2e.served_ranks import served
+
+
+def main(model: str, directory: str, keys: str, port: str, rank_port: str) -> None:
+    place = SimpleNamespace(rank=0, world_size=1, port=int(rank_port))
+    with served(place, Path(model)) as trainer:
+
+        async def run() -> None:
+            service = Service(Path(directory), trainer, "tiny", limits=Limits(in_flight=32), snapshot_every=4)
+            server = TinkerServer(service, read_keys(Path(keys)), poll_seconds=1)
+            await serve(server, service, "127.0.0.1", int(port))
+
+        asyncio.run(run())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
