@@ -64,7 +64,9 @@ def test_two_adapters_driven_in_turns_are_bit_by_bit_what_each_is_alone(ranks, d
     assert np.abs(together["a"][3] - together["a"][7]).max() > 1e-3, "it learns"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["tp", "cp", *(pytest.param(each, marks=pytest.mark.long) for each in ("pp", "dp", "distributed"))]
+)
 def test_each_layout_computes_what_one_rank_does(ranks, dense, name):
     one = ranks.run(case_life, 1, dense, ["a", "b"], {})[0]
     for found in ranks.run(case_life, 2, dense, ["a", "b"], LAYOUTS[name]):
