@@ -175,8 +175,11 @@ class RankedTrainer(ServedTrainer):
             )
         if adapter is None:
             lora = LoraConfig()
-        elif adapter.rank < 1:
-            raise UsageError(f"model {name!r}: rank is {adapter.rank}, expected at least 1")
+        elif adapter.rank < 1 or not 0 < adapter.alpha < math.inf:
+            raise UsageError(
+                f"model {name!r}: rank is {adapter.rank} and alpha {adapter.alpha:g}, expected a rank of at least 1 "
+                "and an alpha above 0"
+            )
         else:
             lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
         self._ranks.call("create", name, lora, seed)

@@ -64,13 +64,36 @@ def test_two_adapters_driven_in_turns_are_bit_by_bit_what_each_is_alone(ranks, d
     assert np.abs(together["a"][3] - together["a"][7]).max() > 1e-3, "it learns"
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", ["tp", "cp", *(pytest.param(each, marks=pytest.mark.long) for each in ("pp", "dp", "distributed"))]
+)
 def test_each_layout_computes_what_one_rank_does(ranks, dense, name):
     one = ranks.run(case_life, 1, dense, ["a", "b"], {})[0]
     for found in ranks.run(case_life, 2, dense, ["a", "b"], LAYOUTS[name]):
         for model in one:
             for first, second in zip(one[model], found[model], strict=True):
                 np.testing.assert_allclose(first, second, rtol=1e-5, atol=2e-5)
+
+
+def case_sums(place, path, chunks):
+    """The gradient's norm of data that come in calls of so many, and log-probabilities after a step of it."""
+    data, found = data_of(4), []
+    with served(place, path, trainer={"sequence_parallel": True}, tp=place.world_size) as trainer:
+        for size in chunks:
+            name = f"in calls of {size}"
+            trainer.create(name, SPECS["a"], 1)
+            for start in range(0, len(data), size):
+                trainer.forward(name, data[start : start + size], "importance_sampling", {}, backward=True)
+            norm = trainer.optim_step(name, AdamParams(learning_rate=1e-2, eps=1e-8))["grad_norm"]
+            found.append((norm, flat(trainer.forward(name, data, "ppo", {}, backward=False))))
+        return found
+
+
+def test_gradients_of_several_calls_are_the_gradient_of_their_sum(ranks, dense):
+    (norm, moved), *others = ranks.run(case_sums, 2, dense, [8, 3, 1])[0]
+    for other, also in others:
+        assert other == pytest.approx(norm, rel=1e-5)
+        np.testing.assert_allclose(also, moved, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.long
@@ -283,6 +306,9 @@ def case_wrong(place, path):
                 trainer.optim_step("a", adam)
         with pytest.raises(UsageError, match="no model 'x'; there are: 'a'|no model 'x'"):
             trainer.forward("x", data_of(1), "ppo", {}, backward=True)
+        for spec, expected in ((AdapterSpec(2, 8.0, ("experts",)), "experts"), (AdapterSpec(0), "rank is 0")):
+            with pytest.raises(UsageError, match=expected):
+                trainer.create("b", spec, 1)
         with pytest.raises(UsageError, match="no engines"):
             trainer.sync("a")
         wild = data_of(1, [3])
