@@ -16,6 +16,8 @@ ImportPath = str
 OWN_FUNCTION = r"^[\w.]+:[\w.]+$"
 OwnFunction = Annotated[str, Field(pattern=OWN_FUNCTION)]
 """An import path beside known names: without the colon it is a misspelt name."""
+OwnFamily = Annotated[str, Field(pattern=OWN_FUNCTION)]
+"""Of a `models.base.FamilyDefinition`: a value, not a function."""
 
 
 LARGEST_INTEGER = 2**63 - 1

@@ -224,11 +224,13 @@ class Rotary:
     inverse_frequencies: [size / 2] float32, scaling applied; a head's dimensions from `size` on are not turned
     scale: of cosines and sines (YaRN)
     sliding: of the layers with a sliding window; None: the same
+    longest: tokens of a sequence at most; None: any number
     """
 
     inverse_frequencies: Tensor
     scale: float = 1.0
     sliding: Rotary | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)

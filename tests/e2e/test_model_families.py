@@ -66,9 +66,11 @@ def case(place, path, batch, layout):
 
 
 def held(trainer):
-    parts = {name: bytes_of(tensors) for name, tensors in tensors_of(trainer.ddp, trainer.optimizer).items()}
-    if trainer.dtype is torch.float32:  # the optimizer updates the parameters themselves
-        parts["optimizer"] -= bytes_of([p for p in trainer.ddp.parameters() if p.requires_grad])
+    tensors = tensors_of(trainer.ddp, trainer.optimizer)
+    # The optimizer updates parameters in float32 themselves.
+    known = {t.untyped_storage().data_ptr() for t in tensors["parameters"]}
+    tensors["optimizer"] = [t for t in tensors["optimizer"] if t.untyped_storage().data_ptr() not in known]
+    parts = {name: bytes_of(of_part) for name, of_part in tensors.items()}
     return trainer.coordinates.pp_rank, parts, sum(p.numel() for p in trainer.gpt.parameters())
 
 

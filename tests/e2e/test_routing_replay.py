@@ -267,8 +267,9 @@ def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else
     routed, expected = alone
     start = int(routed.lengths[:1].sum())
     changed = routed.routed_experts.clone()
-    free = next(e for e in range(experts) if e not in changed[start + 3, top_k : 2 * top_k].tolist())
-    changed[start + 3, top_k] = free  # second sample, fourth token, second layer
+    first = top_k * sparse_layers(reference)[1]
+    free = next(e for e in range(experts) if e not in changed[start + 3, first : first + top_k].tolist())
+    changed[start + 3, first] = free  # second sample, fourth token, second layer with experts
     found = ranks.run(case_replay, 1, path, {}, routed.replace(routed_experts=changed))[0]
     difference = (torch.cat(found[1]) - torch.cat(expected[1])).abs()
     # Micro-batches have every other sample.
