@@ -137,6 +137,7 @@ def facts(family: FamilyDefinition) -> dict[str, Any]:
         "refuses": family.refuses,
         "layouts": [CUTS[cut] for cut in family.layouts],
         "engines": [ENGINES[engine] for engine in family.engines],
+        "no_sglang": family.no_sglang,
     }
 
 

@@ -33,4 +33,5 @@ FAMILY = FamilyDefinition(
     opens="Phi-4, Phi-4-reasoning (14B), Phi-4-mini, Phi-3",
     special="queries, keys and values fused, gate and up fused",
     refuses="with longrope (Phi-4-mini, Phi-3 with 128k) sequences above 4,096 tokens, a short sliding window, dropout",
+    engines=("vllm", "sglang"),
 )
