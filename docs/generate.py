@@ -199,7 +199,7 @@ def type_name(annotation: Any) -> str:
         return f"table of {type_name(arguments[0])} to {type_name(arguments[1])}"
     if origin is Annotated:
         own = {"a function": "`package.module:function`", "a family": "`package.module:FAMILY`"}
-        return own.get(annotation.__metadata__[0].description) or type_name(arguments[0])
+        return own.get(getattr(annotation.__metadata__[0], "description", None)) or type_name(arguments[0])
     return {"str": "text", "Path": "path", "Any": "value"}.get(annotation.__name__, annotation.__name__)
 
 
