@@ -9,6 +9,9 @@ sample of a micro-batch padded to its longest, and as many of them as then fit. 
 computed again, against --peak-tflops; of the forward pass for log-probabilities a third of that. With --lora-rank it
 is 4 x, for frozen weights have no gradients; adapters' own products are not counted. Every token but the
 first of a sample has a loss, so no shortcut over prompts helps.
+
+--against CHECKOUT runs the same with the code of another commit, in turns with this one, --pairs times, and prints
+ratios, this one / the other, of processor seconds of an optimizer step: a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -123,7 +129,44 @@ def options() -> argparse.Namespace:
     parser.add_argument("--peak-tflops", type=float, default=990.0, help="dense, in --dtype, of one device")
     parser.add_argument("--profile", type=Path, help="write a table of the slowest kernels of one more step here")
     parser.add_argument("--trace", type=Path, help="write that step's timeline here, for a trace viewer (.json.gz)")
+    parser.add_argument("--against", type=Path, help="root of a checkout of another commit")
+    parser.add_argument("--pairs", type=int, default=5)
     return parser.parse_args()
+
+
+def compare(other: Path, pairs: int) -> dict[str, Any]:
+    """Of this command without --against and --pairs, in this checkout and in the other."""
+    here = Path(__file__).parent.parent
+    words = without(sys.argv[1:], ("--against", "--pairs"))
+
+    def seconds(checkout: Path) -> float:
+        command = [sys.executable, "-m", "benchmarks.trainer_speed", *words]
+        done = subprocess.run(
+            command, cwd=checkout, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True
+        )
+        if done.returncode:
+            raise SystemExit(f"{checkout}: {done.stderr[-2000:]}")
+        return statistics.median(json.loads(done.stdout.splitlines()[-1])["processor_seconds"])
+
+    found = [(seconds(here), seconds(other)) for _ in range(pairs)]
+    ratios = [a / b for a, b in found]
+    return {
+        "processor_seconds": [[round(a, 3), round(b, 3)] for a, b in found],
+        "ratios": [round(ratio, 4) for ratio in ratios],
+        "median_ratio": round(statistics.median(ratios), 4),
+    }
+
+
+def without(words: list[str], options: tuple[str, ...]) -> list[str]:
+    """Less these options, each with its value."""
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest, None)
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return kept
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -365,6 +408,9 @@ def run_rank(rank: int, args: argparse.Namespace, directory: Path, port: int) ->
 
 def main() -> None:
     args = options()
+    if args.against is not None:
+        print(json.dumps(compare(args.against.resolve(), args.pairs)))
+        return
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         config = {

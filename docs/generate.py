@@ -25,13 +25,14 @@ from pydantic_core import PydanticUndefined
 
 from rltool.cli import VERBS, load_command
 from rltool.commands.models import facts
-from rltool.config.base import Config, OwnFunction
+from rltool.config.base import Config
 from rltool.config.gateway import GatewayConfig
 from rltool.config.loader import variants
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ENGINES, EngineKind, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.gateway.sampling import parameter_table
+from rltool.models.base import FamilyDefinition
 from rltool.models.registry import FAMILIES
 
 DOCS = Path(__file__).resolve().parent
@@ -81,7 +82,8 @@ MODELS_CHECKED = """
 Random weights of four layers in which all that is special acts, in float32 on a CPU.
 Compared with transformers, on one rank and over two: log-probabilities, loss and gradient norm of a step, and every
 tensor of an export. Converted to torch_dist and back, and a checkpoint of one layout loaded in the others, bit by bit.
-In the engines: log-probabilities of an exported model, and after two syncs of other weights into it.
+In the engines: log-probabilities of an exported model, and after two syncs of other weights into it;
+not SGLang: what its 0.5.23 says on a CPU.
 Of released checkpoints SmolLM2-135M was trained, and the shapes of Qwen2.5 (0.5B to 7B) with random weights; others
 were not opened so far.
 
@@ -196,7 +198,8 @@ def type_name(annotation: Any) -> str:
     if origin is dict:
         return f"table of {type_name(arguments[0])} to {type_name(arguments[1])}"
     if origin is Annotated:
-        return "`package.module:function`" if annotation == OwnFunction else type_name(arguments[0])
+        own = {"a function": "`package.module:function`", "a family": "`package.module:FAMILY`"}
+        return own.get(getattr(annotation.__metadata__[0], "description", None)) or type_name(arguments[0])
     return {"str": "text", "Path": "path", "Any": "value"}.get(annotation.__name__, annotation.__name__)
 
 
@@ -387,8 +390,12 @@ def models_page() -> str:
         stated = facts(family)
         architectures = ", ".join(f"`{name}`" for name in family.architectures)
         lines.append(row(family.opens, architectures, family.special, family.refuses))
-        checked.append(row(architectures, ", ".join(stated["layouts"]), ", ".join(stated["engines"])))
+        checked.append(row(architectures, ", ".join(stated["layouts"]), engines_of(family, stated["engines"])))
     return MODELS_HEAD + "\n".join(lines) + "\n" + MODELS_CHECKED + "\n".join(checked) + "\n" + MODELS_TAIL
+
+
+def engines_of(family: FamilyDefinition, engines: list[str]) -> str:
+    return ", ".join(engines) + (f"; not SGLang: {family.no_sglang}" if family.no_sglang else "")
 
 
 PAGES = {"configuration": configuration_page, "cli": cli_page, "rooms": rooms_page, "models": models_page}

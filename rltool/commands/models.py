@@ -65,6 +65,7 @@ def show(
         typer.Option("--set", help="trainer.KEY=VALUE of a layout of yours (tensor_parallel, recompute, ...)."),
     ] = None,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Of trainer and engines.")] = "bfloat16",
+    lora_rank: Annotated[int, typer.Option(min=0, help="lora.rank: adapters are trained, not the weights.")] = 0,
     family: Own = None,
     as_json: Annotated[bool, typer.Option("--json", help="For programs: one JSON object.")] = False,
 ) -> None:
@@ -83,7 +84,7 @@ def show(
     here = visible_gpus()
     smallest = min((gpu.memory_mib for gpu in here if gpu.memory_mib), default=80 * 1024)
     gpu_bytes = int((gpu_memory or smallest / 1024) * 1024**3)
-    asked = Asked(gpus or len(here) or 1, gpu_bytes, tokens, dtype, tuple(sets or ()))
+    asked = Asked(gpus or len(here) or 1, gpu_bytes, tokens, dtype, tuple(sets or ()), lora_rank)
     found = estimate(path, asked, own=family)
     if as_json:
         write_line(json.dumps(found.as_json(), indent=2))
@@ -136,6 +137,7 @@ def facts(family: FamilyDefinition) -> dict[str, Any]:
         "refuses": family.refuses,
         "layouts": [CUTS[cut] for cut in family.layouts],
         "engines": [ENGINES[engine] for engine in family.engines],
+        "no_sglang": family.no_sglang,
     }
 
 

@@ -14,8 +14,10 @@ ImportPath = str
 """`package.module:attribute`"""
 
 OWN_FUNCTION = r"^[\w.]+:[\w.]+$"
-OwnFunction = Annotated[str, Field(pattern=OWN_FUNCTION)]
+OwnFunction = Annotated[str, Field(pattern=OWN_FUNCTION, description="a function")]
 """An import path beside known names: without the colon it is a misspelt name."""
+OwnFamily = Annotated[str, Field(pattern=OWN_FUNCTION, description="a family")]
+"""Of a `models.base.FamilyDefinition`: a value, not a function."""
 
 
 LARGEST_INTEGER = 2**63 - 1

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
-from rltool.config.base import Config, OwnFunction, is_list
+from rltool.config.base import Config, OwnFamily, OwnFunction, is_list
 from rltool.config.data import DataConfig
 from rltool.config.parallel import ParallelLayout
 from rltool.config.reward import RewardConfig
@@ -35,7 +35,7 @@ class ModelConfig(Config):
     teacher: str | None = None
     """In place of teacher_path: a model of [models.NAME], of any size, with the model's tokenizer. Its engines score
     the responses as they come; needs sampling.temperature = 1."""
-    family: OwnFunction | None = None
+    family: OwnFamily | None = None
     """`my_family:FAMILY`, a model family of your own (docs/extending.md); `rltool models check` compares it with
     transformers."""
     trust_remote_code: bool = False

@@ -107,11 +107,17 @@ class RotaryPositions(torch.nn.Module):
     def __init__(self, rotary: Rotary, device: torch.device) -> None:
         super().__init__()
         self.inv_freq, self.scale = rotary.inverse_frequencies.to(device), rotary.scale
+        self.longest = rotary.longest
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
         packed = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
         if not isinstance(packed, PackedSequences):
             raise TypeError("this model takes packed rows only: pass packed_seq_params=pack(lengths)")
+        if self.longest is not None and packed.max_seqlen_kv > self.longest:
+            raise UsageError(
+                f"a sequence of {packed.max_seqlen_kv} tokens: with the short factors of longrope there are at most "
+                f"{self.longest} (original_max_position_embeddings)"
+            )
         return packed.positions
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:

@@ -224,11 +224,13 @@ class Rotary:
     inverse_frequencies: [size / 2] float32, scaling applied; a head's dimensions from `size` on are not turned
     scale: of cosines and sines (YaRN)
     sliding: of the layers with a sliding window; None: the same
+    longest: tokens of a sequence at most; None: any number
     """
 
     inverse_frequencies: Tensor
     scale: float = 1.0
     sliding: Rotary | None = None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -345,6 +347,7 @@ class FamilyDefinition:
     layouts: in which it is compared with transformers (logits, gradients, every tensor) over two ranks, beside one
         rank; tests/e2e/test_model_families.py runs these
     engines: in which an exported model and synced weights are compared with transformers
+    no_sglang: why SGLang 0.5.23's build for a CPU is not among these
     """
 
     architectures: tuple[str, ...]
@@ -354,6 +357,7 @@ class FamilyDefinition:
     refuses: str = ""
     layouts: tuple[Cut, ...] = ("tp", "pp", "cp")
     engines: tuple[str, ...] = ("vllm",)
+    no_sglang: str = ""
 
 
 WITH_EXPERTS: tuple[Cut, ...] = ("tp", "pp", "cp", "ep")

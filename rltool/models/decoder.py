@@ -104,6 +104,8 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
         config, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     )
     tied = bool(config.get("tie_word_embeddings", False))
+    if variant.bias and variant.feed_forward is None:
+        raise ValueError("Variant.bias names no biases of a dense MLP: give a feed_forward whose parameters have them")
     attention = _latent(config, variant) if variant.attention.latent else _grouped(config, variant)
     feed_forward = variant.feed_forward or gated_mlp(config, fused=variant.fused_gate_up)
 

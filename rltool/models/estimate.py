@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.config.loader import load_config
-from rltool.config.sections import TrainerConfig
+from rltool.config.sections import LoraConfig, TrainerConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.models.base import Family
@@ -32,13 +32,18 @@ from rltool.models.registry import family_for, read_hf_config
 @dataclass(frozen=True)
 class Asked:
     """gpus: of the trainer; gpu_bytes: of each; tokens: of a micro-batch; settings: `trainer.KEY=VALUE` of a layout;
-    none: one that fits is looked for."""
+    none: one that fits is looked for. lora_rank: of adapters that are trained in place of the weights; 0: none."""
 
     gpus: int
     gpu_bytes: int
     tokens: int
     dtype: str
     settings: tuple[str, ...] = ()
+    lora_rank: int = 0
+
+    @property
+    def lora(self) -> LoraConfig:
+        return LoraConfig(rank=self.lora_rank)
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,7 @@ class Estimate:
             "parameters": self.parameters and asdict(self.parameters),
             "gpus": self.asked.gpus,
             "gpu_bytes": self.asked.gpu_bytes,
+            "lora_rank": self.asked.lora_rank,
             "trainer": self.trainer and self._settings(),
             "training": training,
             "fits": self.fits,
@@ -97,7 +103,8 @@ class Estimate:
                 f"{name} {getattr(held, name) / GIB:.1f}"
                 for name in ("weights", "gradients", "optimizer", "activations", "head")
             )
-            yield f"training    {held.total / GIB:.1f} GiB on each GPU at most ({parts}), in {self.asked.dtype}"
+            of = f", adapters of rank {self.asked.lora_rank}" if self.asked.lora_rank else ""
+            yield f"training    {held.total / GIB:.1f} GiB on each GPU at most ({parts}), in {self.asked.dtype}{of}"
             fits = "fits" if self.fits else "does not fit"
             yield f"            {fits} {self.asked.gpus} x {room}, of which a tenth is left free; [trainer] with"
             yield f"            {', '.join(f'{key} = {json.dumps(value)}' for key, value in self._settings().items())}"
@@ -129,10 +136,10 @@ def estimate(path: Path, asked: Asked, *, own: str | None = None) -> Estimate:
         return Estimate(asked, refused=str(error))
     if asked.settings:
         trainer = _trainer(asked)
-        found = trainer, training_memory(family, trainer, dtype=asked.dtype)
+        found = trainer, training_memory(family, trainer, dtype=asked.dtype, lora=asked.lora)
     else:
         found = fitting_layout(
-            family, gpus=asked.gpus, gpu_bytes=asked.gpu_bytes, tokens=asked.tokens, dtype=asked.dtype
+            family, gpus=asked.gpus, gpu_bytes=asked.gpu_bytes, tokens=asked.tokens, dtype=asked.dtype, lora=asked.lora
         ) or (None, None)
     gpus, serving = _engine(family, asked)
     return Estimate(asked, None, family.architecture, parameters_of(family), *found, serving, gpus)

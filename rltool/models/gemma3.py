@@ -34,7 +34,7 @@ DEFAULTS = {
     "max_position_embeddings": 131072,
 }
 """transformers' defaults, which config.json may leave out."""
-NORMS = {
+_NORMS = {
     BEFORE_ATTENTION: "input_layernorm.weight",
     AFTER_ATTENTION: "post_attention_layernorm.weight",
     BEFORE_MLP: "pre_feedforward_layernorm.weight",
@@ -42,31 +42,34 @@ NORMS = {
 }
 
 
-def build(config: dict[str, Any]) -> Family:
-    config = {**DEFAULTS, **config}
+def gemma(config: dict[str, Any], *, attention: Attention, qk_norm: bool = False, **extra: Any) -> Family:
+    """What Gemma 2 has, too. extra: further fields of the Family."""
     refuse(
         config,
         hidden_activation="gelu_pytorch_tanh",
         attention_bias=False,
         use_bidirectional_attention=False,
-        attn_logit_softcapping=None,
-        final_logit_softcapping=None,
     )
     (hidden,) = require(config, "hidden_size")
     variant = Variant(
-        qk_norm=True,
+        qk_norm=qk_norm,
         activation=partial(F.gelu, approximate="tanh"),
-        norms=NORMS,
+        norms=_NORMS,
         transformer=dict(
             layernorm_zero_centered_gamma=True, softmax_scale=float(config["query_pre_attn_scalar"]) ** -0.5
         ),
-        attention=Attention(windows=windows(config, config["sliding_window_pattern"])),
-        extra=dict(
-            embedding_scale=hidden**0.5,
-            rotary=two_rotaries(config["head_dim"], config, sliding_theta=config["rope_local_base_freq"]),
-        ),
+        attention=attention,
+        extra=dict(embedding_scale=hidden**0.5, **extra),
     )
     return decoder(config, variant)
+
+
+def build(config: dict[str, Any]) -> Family:
+    config = {**DEFAULTS, **config}
+    refuse(config, attn_logit_softcapping=None, final_logit_softcapping=None)
+    attention = Attention(windows=windows(config, config["sliding_window_pattern"]))
+    rotary = two_rotaries(config["head_dim"], config, sliding_theta=config["rope_local_base_freq"])
+    return gemma(config, attention=attention, qk_norm=True, rotary=rotary)
 
 
 FAMILY = FamilyDefinition(

@@ -50,4 +50,5 @@ FAMILY = FamilyDefinition(
     build=build,
     opens="GLM-4-9B and 32B of 2025 (0414), GLM-Z1",
     special="norms before and after attention and MLP, half of each head rotated, in pairs of neighbours",
+    engines=("vllm", "sglang"),
 )

@@ -45,4 +45,5 @@ FAMILY = FamilyDefinition(
     special="half of each head rotated, sigmoid router with correction bias, shared expert, dense layers first",
     refuses="FP8 files",
     layouts=WITH_EXPERTS,
+    engines=("vllm", "sglang"),
 )

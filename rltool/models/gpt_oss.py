@@ -63,4 +63,5 @@ FAMILY = FamilyDefinition(
     special="attention sinks, a window in every other layer, biases on every product, clamped SwiGLU in experts",
     refuses="engines on MXFP4 files, writing MXFP4; weights for a vLLM without the plugin (by the value check)",
     layouts=WITH_EXPERTS,
+    no_sglang="requires one of triton, trtllm_mha, fa3, fa4, ... attention backend",
 )

@@ -7,15 +7,16 @@ on a CPU) there are more. Peaks measured on H200s lie 0 to 6 % below (tests/unit
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 
 from rltool.config.parallel import ParallelLayout
-from rltool.config.sections import TrainerConfig
+from rltool.config.sections import LoraConfig, TrainerConfig
 from rltool.errors import UsageError
+from rltool.models.adapters import Adapted, adapters_of
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter, padded_vocabulary
 from rltool.models.layout import check_layout
 
@@ -69,29 +70,51 @@ class RankMemory:
         return self.state + self.activations + self.head
 
 
-def rank_state(family: Family, layout: ParallelLayout, stage: int, *, dtype: str, distributed: bool) -> RankMemory:
+FULL = LoraConfig()
+"""All weights are trained."""
+
+
+def rank_state(
+    family: Family, layout: ParallelLayout, stage: int, *, dtype: str, distributed: bool, lora: LoraConfig = FULL
+) -> RankMemory:
     """What each rank of a pipeline stage holds between two steps. distributed: trainer.distributed_optimizer, whose
-    padding (of each tensor to 64 numbers) is left out."""
+    padding (of each tensor to 64 numbers) is left out. With adapters the model has weights alone, and they have all in
+    float32."""
     item, replicas = _item(dtype), layout.replica_size if distributed else 1
     by_optimizer = 12 if item == 2 else 8
     weights = gradients = 0
     optimizer = 0.0
-    for parameter in _held(family, layout, stage):
+    for parameter in _held(family, family.parameters, layout, stage):
         size = math.prod(parameter.shard_shape(layout.tp))
         weights += size * (4 if parameter.keeps_fp32 else item)
-        if parameter.keeps_fp32:  # a router's bias, which has no gradient
+        if lora.rank or parameter.keeps_fp32:  # the latter is a router's bias, which has no gradient
             continue
         gradients += 4 * size
-        spread = replicas // layout.ep if parameter.expert is not None and distributed else replicas
-        optimizer += by_optimizer * size / spread
+        optimizer += by_optimizer * size / _spread(parameter, layout, replicas, distributed)
+    trained = [parameter for adapted in _adapted(family, lora) for parameter in adapted.parameters]
+    for parameter in _held(family, trained, layout, stage):
+        size = math.prod(parameter.shard_shape(layout.tp))
+        weights, gradients = weights + 4 * size, gradients + 4 * size
+        optimizer += 8 * size / _spread(parameter, layout, replicas, distributed)
     return RankMemory(weights, gradients, math.ceil(optimizer))
 
 
-def _held(family: Family, layout: ParallelLayout, stage: int) -> Iterator[Parameter]:
-    """The parameters of a rank of this stage; of the experts as many as each rank has."""
+def _adapted(family: Family, lora: LoraConfig) -> tuple[Adapted, ...]:
+    return adapters_of(family, lora.rank, lora.targets) if lora.rank else ()
+
+
+def _spread(parameter: Parameter, layout: ParallelLayout, replicas: int, distributed: bool) -> int:
+    """Ranks that share the optimizer's state of a parameter."""
+    return replicas // layout.ep if parameter.expert is not None and distributed else replicas
+
+
+def _held(
+    family: Family, parameters: Iterable[Parameter], layout: ParallelLayout, stage: int
+) -> Iterator[Parameter]:  # fmt: skip
+    """Those of a rank of this stage; of the experts as many as each rank has."""
     last, layers = layout.pp - 1, family.num_layers // layout.pp
     experts = family.num_experts // layout.ep
-    for parameter in family.parameters:
+    for parameter in parameters:
         if parameter.expert is not None and parameter.expert >= experts:
             continue
         at = {last} if parameter.layer is None else {parameter.layer // layers}
@@ -101,24 +124,29 @@ def _held(family: Family, layout: ParallelLayout, stage: int) -> Iterator[Parame
             yield parameter
 
 
-def training_memory(family: Family, trainer: TrainerConfig, *, dtype: str) -> RankMemory:
+def training_memory(
+    family: Family, trainer: TrainerConfig, *, dtype: str, lora: LoraConfig = FULL
+) -> RankMemory:  # fmt: skip
     """Of the rank that needs most. UsageError for a layout that the model cannot have."""
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
-    return max((_of_stage(family, trainer, dtype, s) for s in range(trainer.pipeline_parallel)), key=lambda m: m.total)
+    stages = range(trainer.pipeline_parallel)
+    return max((_of_stage(family, trainer, dtype, stage, lora) for stage in stages), key=lambda m: m.total)
 
 
-def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int) -> RankMemory:
+def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int, lora: LoraConfig) -> RankMemory:
     layout, item, tokens = trainer.layout, _item(dtype), trainer.max_tokens_per_micro_batch
-    held = rank_state(family, layout, stage, dtype=dtype, distributed=trainer.distributed_optimizer)
+    held = rank_state(family, layout, stage, dtype=dtype, distributed=trainer.distributed_optimizer, lora=lora)
     layers = family.num_layers // layout.pp
     full = trainer.recompute == "full"
     whole = min(trainer.recompute_layers or layers, layers) if full else 0
     hidden = family.transformer["hidden_size"] // (layout.tp if trainer.sequence_parallel else 1)
     every = range(stage * layers, (stage + 1) * layers)
     gated = trainer.recompute != "none"
-    kept = [_saved(family, i, trainer, norms=trainer.recompute == "selective", gated=gated) for i in every[whole:]]
+    low = _low(family, lora)
+    norms = trainer.recompute == "selective"
+    kept = [_saved(family, i, trainer, norms=norms, gated=gated) + low[i] for i in every[whole:]]
     # While a layer is computed again, all that it saves is there once.
-    once = max((_saved(family, i, trainer, norms=False, gated=gated) for i in every[:whole]), default=0.0)
+    once = max((_saved(family, i, trainer, norms=False, gated=gated) + low[i] for i in every[:whole]), default=0.0)
     # 1F1B: so many micro-batches are under way.
     values = (layout.pp - stage) * (sum(kept) + whole * hidden) + once
     head = 0
@@ -142,6 +170,16 @@ def _saved(family: Family, layer: int, trainer: TrainerConfig, *, norms: bool, g
     experts = family.expert_layers[layer]
     mlp = _experts(shape, tp, gated=gated) if experts else _gated(shape, shape["ffn_hidden_size"] / tp, gated=gated)
     return around + _attention(family, tp) + mlp
+
+
+def _low(family: Family, lora: LoraConfig) -> list[int]:
+    """Numbers a token that the adapters of each layer keep between A and B."""
+    found = [0] * family.num_layers
+    for adapted in _adapted(family, lora):
+        layer, expert = adapted.base.layer, adapted.base.expert
+        if layer is not None and (expert is None or expert < family.transformer["moe_router_topk"]):
+            found[layer] += lora.rank * len(adapted.a)
+    return found
 
 
 def _attention(family: Family, tp: int) -> float:
@@ -199,7 +237,7 @@ def engine_bytes(family: Family, *, tensor_parallel: int = 1, dtype: str = "bflo
 
 
 def fitting_layout(
-    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16"
+    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL
 ) -> tuple[TrainerConfig, RankMemory] | None:
     """The settings of [trainer] that cut the model least, and then compute least again, within USED of each GPU; None:
     there are none. tokens: of a micro-batch."""
@@ -218,7 +256,7 @@ def fitting_layout(
                     sequence_parallel=tp > 1, distributed_optimizer=gpus > tp * pp, recompute=recompute,
                     max_tokens_per_micro_batch=tokens,
                 )  # fmt: skip
-                memory = training_memory(family, trainer, dtype=dtype)
+                memory = training_memory(family, trainer, dtype=dtype, lora=lora)
             except (UsageError, ValueError):
                 break
             if memory.total <= USED * gpu_bytes:

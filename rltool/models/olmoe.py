@@ -29,4 +29,5 @@ FAMILY = FamilyDefinition(
     special="experts in every layer, one norm over all heads of a query or key",
     refuses="normalised weights of experts, biases, clipped queries, keys and values",
     layouts=WITH_EXPERTS,
+    engines=("vllm", "sglang"),
 )

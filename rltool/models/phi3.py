@@ -19,8 +19,10 @@ def build(config: dict[str, Any]) -> Family:
     refuse(config, hidden_act="silu", attention_bias=False, resid_pdrop=0.0, embd_pdrop=0.0)
     check_window(config)  # vLLM has none for this family
     kind = rope_settings(config)["rope_type"]
-    if kind != "default":  # transformers takes a "yarn" here for its longrope
-        raise UsageError(f"config.json: rope type {kind!r} is not implemented for this family; only 'default' is")
+    if kind not in ("default", "longrope"):  # transformers takes a "yarn" here for its longrope
+        raise UsageError(
+            f"config.json: rope type {kind!r} is not implemented for this family; 'default' and 'longrope' are"
+        )
     variant = Variant(fused_qkv="self_attn.qkv_proj", fused_gate_up="mlp.gate_up_proj", partial_rotary=1.0)
     return decoder(config, variant)
 
@@ -28,7 +30,8 @@ def build(config: dict[str, Any]) -> Family:
 FAMILY = FamilyDefinition(
     architectures=("Phi3ForCausalLM",),
     build=build,
-    opens="Phi-4 and Phi-4-reasoning (14B), Phi-3",
+    opens="Phi-4, Phi-4-reasoning (14B), Phi-4-mini, Phi-3",
     special="queries, keys and values fused, gate and up fused",
-    refuses="longrope (Phi-4-mini, Phi-3 with 128k), a sliding window shorter than the context, dropout",
+    refuses="with longrope (Phi-4-mini, Phi-3 with 128k) sequences above 4,096 tokens, a short sliding window, dropout",
+    engines=("vllm", "sglang"),
 )

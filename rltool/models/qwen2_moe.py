@@ -47,4 +47,5 @@ FAMILY = FamilyDefinition(
     special="biases on q, k and v, shared expert behind a gate, layers without experts",
     refuses="sliding window in use",
     layouts=WITH_EXPERTS,
+    no_sglang="its shared expert's gate is a Triton kernel: 0 active drivers",
 )

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltool.config.base import is_list
 from rltool.errors import UsageError
 from rltool.models.base import Rotary
 
-IMPLEMENTED = ("default", "linear", "llama3", "yarn")
+IMPLEMENTED = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
@@ -21,9 +22,7 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     transformers 5 writes `rope_parameters`; before, `rope_theta` and `rope_scaling` (whose type was once called
     "type"). Raises UsageError for a type that is not implemented.
     """
-    settings: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-    settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
-    settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    settings = _settings(config)
     if settings["rope_type"] not in IMPLEMENTED:
         raise UsageError(
             f"config.json: rope type {settings['rope_type']!r} is not implemented; "
@@ -32,12 +31,50 @@ def rope_settings(config: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def _settings(config: dict[str, Any]) -> dict[str, Any]:
+    settings: dict[str, Any] = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    settings["rope_type"] = settings.get("rope_type") or settings.get("type") or "default"
+    settings["rope_theta"] = settings.get("rope_theta") or config.get("rope_theta") or 10000.0
+    return settings
+
+
 def rotary(head_dim: int, config: dict[str, Any], settings: dict[str, Any] | None = None) -> Rotary:
     """Of a config.json. head_dim: size of what may be turned; settings: in place of the file's `rope_settings`."""
     settings = settings or rope_settings(config)
-    scale = attention_factor(settings) if settings["rope_type"] == "yarn" else 1.0
     context = config.get("max_position_embeddings")
+    if settings["rope_type"] == "longrope":
+        return _longrope(head_dim, settings, context, longest_of(config))
+    scale = attention_factor(settings) if settings["rope_type"] == "yarn" else 1.0
     return Rotary(inverse_frequencies(head_dim, {"max_position_embeddings": context, **settings}), scale)
+
+
+def longest_of(config: dict[str, Any]) -> int | None:
+    """Tokens of a sequence at most, where the trainer has rotary positions for short ones alone: longrope's."""
+    settings = _settings(config)
+    if settings["rope_type"] != "longrope":
+        return None
+    found = settings.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if not found:
+        raise UsageError("config.json: rope type 'longrope' needs original_max_position_embeddings")
+    return found
+
+
+def _longrope(head_dim: int, settings: dict[str, Any], context: int | None, longest: int | None) -> Rotary:
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753) up to the context of pretraining: frequencies divided by
+    `short_factor`, cosines and sines multiplied for the whole context.
+
+    What is longer has other factors. transformers takes them for a whole batch that has one longer sequence; vLLM for
+    all sequences of an engine that takes longer ones: then one token of a packed batch would have two meanings.
+    """
+    short, factor = settings.get("short_factor"), settings.get("factor")
+    if not is_list(short) or len(short) != head_dim // 2 or not longest:
+        raise UsageError(f"config.json: rope type 'longrope' needs a short_factor of {head_dim // 2} numbers")
+    factor = factor or (context or longest) / longest
+    scale = settings.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(factor) / math.log(longest)) if factor > 1 else 1.0
+    plain = inverse_frequencies(head_dim, {**settings, "rope_type": "default"})
+    return Rotary(plain / torch.tensor(short, dtype=torch.float32), scale, longest=longest)
 
 
 def two_rotaries(head_dim: int, config: dict[str, Any], *, sliding_theta: float) -> Rotary:

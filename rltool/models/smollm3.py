@@ -38,4 +38,5 @@ FAMILY = FamilyDefinition(
     opens="SmolLM3",
     special="layers without positions",
     refuses="biases, sliding window in use",
+    engines=("vllm", "sglang"),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -107,7 +108,12 @@ def hf_config(kind: str, tied: bool, **sizes):
         ),
         "olmoe": ("OlmoeConfig", plain | olmo | dict(num_key_value_heads=4, num_experts=4, num_experts_per_tok=2)),
         "smollm3": ("SmolLM3Config", plain | dict(no_rope_layers=[1, 0, 1, 0], pad_token_id=None)),
-        "phi3": ("Phi3Config", plain | odd | dict(pad_token_id=None)),
+        "phi3": (
+            "Phi3Config",
+            odd
+            | dict(pad_token_id=None, original_max_position_embeddings=64)
+            | dict(rope_parameters=longrope(sizes.get("hidden_size", 64) // sizes.get("num_attention_heads", 6))),
+        ),
         "qwen2_moe": (
             "Qwen2MoeConfig",
             plain
@@ -155,6 +161,16 @@ def hf_config(kind: str, tied: bool, **sizes):
         tie_word_embeddings=tied,
     )
     return getattr(transformers, name)(**common | special | sizes)
+
+
+def longrope(head_dim: int) -> dict[str, Any]:
+    """Of a context of 64 tokens. transformers computes with the short factors up to there."""
+    size = head_dim * 3 // 4 // 2
+    return dict(
+        rope_type="longrope", rope_theta=5000.0, partial_rotary_factor=2 * size / head_dim,
+        original_max_position_embeddings=64, short_factor=[1.0 + 0.1 * i for i in range(size)],
+        long_factor=[2.0 + i for i in range(size)],
+    )  # fmt: skip
 
 
 def definition_of(kind: str) -> FamilyDefinition:

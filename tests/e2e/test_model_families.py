@@ -12,8 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from rltool.checkpoints.convert import torch_dist_to_hf
 from rltool.checkpoints.torch_dist import load_weights, save_checkpoint
 from rltool.config.parallel import ParallelLayout
+from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.megatron.offload import tensors_of
+from rltool.models.adapters import adapters_of
 from rltool.models.layout import check_layout
 from rltool.models.memory import parameters_of, rank_state
 from rltool.models.registry import family_for, read_hf_config
@@ -64,9 +66,11 @@ def case(place, path, batch, layout):
 
 
 def held(trainer):
-    parts = {name: bytes_of(tensors) for name, tensors in tensors_of(trainer.ddp, trainer.optimizer).items()}
-    if trainer.dtype is torch.float32:  # the optimizer updates the parameters themselves
-        parts["optimizer"] -= bytes_of([p for p in trainer.ddp.parameters() if p.requires_grad])
+    tensors = tensors_of(trainer.ddp, trainer.optimizer)
+    # The optimizer updates parameters in float32 themselves.
+    known = {t.untyped_storage().data_ptr() for t in tensors["parameters"]}
+    tensors["optimizer"] = [t for t in tensors["optimizer"] if t.untyped_storage().data_ptr() not in known]
+    parts = {name: bytes_of(of_part) for name, of_part in tensors.items()}
     return trainer.coordinates.pp_rank, parts, sum(p.numel() for p in trainer.gpt.parameters())
 
 
@@ -218,17 +222,21 @@ def test_a_models_parameters_are_counted_as_transformers_has_them(tmp_path, kind
         ("qwen3", 1, {}),
         ("qwen3", 2, {"trainer": {"distributed_optimizer": True}}),
         ("glm4_moe", 2, {"trainer": {"distributed_optimizer": True}, "ep": 2}),
+        ("glm4_moe", 1, {"lora": {"rank": 4}}),
+        ("glm4_moe", 2, {"trainer": {"distributed_optimizer": True}, "ep": 2, "lora": {"rank": 4}}),
     ],
-    ids=["one-rank", "distributed", "experts"],
+    ids=["one-rank", "distributed", "experts", "adapters", "adapters-distributed"],
 )
 def test_memory_of_a_rank_in_bf16_is_that_of_its_tensors(ranks, tmp_path, kind, world, options):
     path, batch = save_hf(tmp_path, kind, tied=True), policy_batch(LENGTHS)
     layout, distributed = ParallelLayout(world, ep=options.get("ep", 1)), "trainer" in options
     family = family_for(read_hf_config(path))
-    memory = rank_state(family, layout, 0, dtype="bfloat16", distributed=distributed)
+    lora = LoraConfig(**options.get("lora", {}))
+    memory = rank_state(family, layout, 0, dtype="bfloat16", distributed=distributed, lora=lora)
+    trained = [p for each in adapters_of(family, 4, "all-linear") for p in each.parameters] if lora.rank else ()
     for _, parts, _ in ranks.run(case_held, world, path, batch, options | {"dtype": "bfloat16"}):
         # The distributed optimizer pads each tensor to 64 numbers; the small ones of these models weigh.
-        padding = 64 * len(family.parameters) if distributed else 0
+        padding = 64 * len(trained or family.parameters) if distributed else 0
         assert 0 <= parts["parameters"] - memory.weights <= 2 * padding
         assert 0 <= parts["gradients"] - memory.gradients <= 4 * padding
         assert abs(parts["optimizer"] - memory.optimizer) <= 12 * padding

@@ -18,8 +18,11 @@ from tests.e2e.test_parallelism import LENGTHS, OPTIONS, assert_same_gradients, 
 pytestmark = pytest.mark.e2e
 
 LAYERS, NONE = 4, 255
-KINDS = ("qwen3_moe", "mixtral", "deepseek_v3")
-"""Both ways to weight by softmax; sigmoid with bias, groups and scaling, behind a dense layer."""
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe")
+"""Both ways to weight by softmax; sigmoid with bias, groups and scaling, behind a dense layer; a router's bias and
+experts with biases; one norm over all heads; a dense layer between, a shared expert with a gate."""
+LONG = ("gpt_oss", "olmoe", "qwen2_moe")
+PARAMETERS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 REPLAY = {**OPTIONS, "algorithm": {**OPTIONS["algorithm"], "routing_replay": True}}
 LAYOUTS = {
     "one rank": (1, {}),
@@ -34,8 +37,12 @@ LAYOUTS = {
     "CP2 with full recompute": (2, {"cp": 2, "trainer": {"recompute": "full"}}),
     "TP2 with sequence parallelism": (2, {"tp": 2, "trainer": {"sequence_parallel": True}}),
 }
-SIGMOID_LAYOUTS = ("one rank", "EP2 with grouped products", "PP2 with full recompute", "TP2 with sequence parallelism")
-CASES = [(kind, layout) for kind in KINDS for layout in (SIGMOID_LAYOUTS if kind == "deepseek_v3" else LAYOUTS)]
+FEW_LAYOUTS = ("one rank", "EP2 with grouped products", "PP2 with full recompute", "TP2 with sequence parallelism")
+CASES = [
+    pytest.param(kind, layout, marks=[pytest.mark.long] * (kind in LONG))
+    for kind in KINDS
+    for layout in (LAYOUTS if kind in ("qwen3_moe", "mixtral") else FEW_LAYOUTS)
+]
 
 
 def last_tokens(batch) -> Tensor:
@@ -51,11 +58,14 @@ def with_routing(batch, experts: Tensor):
 
 def sizes(model) -> tuple[int, int]:
     """(experts of a layer, how many are chosen)."""
-    return model.config.num_local_experts, model.config.num_experts_per_tok
+    config = model.config
+    experts = getattr(config, "num_local_experts", None) or config.num_experts
+    return experts, config.num_experts_per_tok
 
 
 def sparse_layers(model) -> list[int]:
-    return list(range(LAYERS - len(gates(model)), LAYERS))
+    """Those with experts, in the order of `gates`."""
+    return [int(name.split(".layers.")[1].split(".")[0]) for name, _ in named_gates(model)]
 
 
 def random_experts(model, batch, seed=5) -> Tensor:
@@ -84,13 +94,17 @@ def own_experts(path_model, batch) -> Tensor:
             path_model(tokens[None])
     for hook in hooks:
         hook.remove()
-    of_layers = [torch.cat(of_layer) for of_layer in chosen]
-    dense = [torch.zeros_like(of_layers[0])] * (LAYERS - len(of_layers))
-    return torch.stack([*dense, *of_layers], dim=1)
+    of_layers = {at: torch.cat(found) for at, found in zip(sparse_layers(path_model), chosen, strict=True)}
+    dense = torch.zeros_like(next(iter(of_layers.values())))
+    return torch.stack([of_layers.get(at, dense) for at in range(LAYERS)], dim=1)
+
+
+def named_gates(model) -> list[tuple[str, torch.nn.Module]]:
+    return [item for item in model.named_modules() if item[0].endswith((".gate", ".mlp.router"))]
 
 
 def gates(model) -> list[torch.nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith(".gate")]
+    return [module for _, module in named_gates(model)]
 
 
 def forced_logprobs(model, batch, temperature: float) -> Tensor:
@@ -177,7 +191,7 @@ def case_without(place, path, batch):
         return trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=PARAMETERS)
 def model(request, tmp_path_factory):
     kind = request.param
     return save_hf(tmp_path_factory.mktemp(kind), kind, tied=False), hf_model(kind, False)
@@ -253,8 +267,9 @@ def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else
     routed, expected = alone
     start = int(routed.lengths[:1].sum())
     changed = routed.routed_experts.clone()
-    free = next(e for e in range(experts) if e not in changed[start + 3, top_k : 2 * top_k].tolist())
-    changed[start + 3, top_k] = free  # second sample, fourth token, second layer
+    first = top_k * sparse_layers(reference)[1]
+    free = next(e for e in range(experts) if e not in changed[start + 3, first : first + top_k].tolist())
+    changed[start + 3, first] = free  # second sample, fourth token, second layer with experts
     found = ranks.run(case_replay, 1, path, {}, routed.replace(routed_experts=changed))[0]
     difference = (torch.cat(found[1]) - torch.cat(expected[1])).abs()
     # Micro-batches have every other sample.
@@ -268,7 +283,8 @@ def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else
 
 def test_routers_get_gradients_through_the_weights_of_replayed_experts(model, alone):
     _, (_, _, (metrics, gradients), _) = alone
-    gates = {name: gradient for name, gradient in gradients.items() if name.endswith("gate.weight")}
+    ends = (".gate.weight", ".router.weight")
+    gates = {name: gradient for name, gradient in gradients.items() if name.endswith(ends)}
     assert len(gates) == len(sparse_layers(model[1])) and all(gradient.norm() > 1e-4 for gradient in gates.values())
     assert 0.2 < metrics["train/routing_agreement"] < 0.8  # half of the experts by chance: one half
 

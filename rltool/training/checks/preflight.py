@@ -24,6 +24,7 @@ from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
 from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
+from rltool.models.rope import longest_of
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
 from rltool.training.checks.disaggregated import check_halves
@@ -306,6 +307,12 @@ def engine_problems(
         problems.append(
             f"takes {info.max_model_len} tokens, but sampling.max_prompt_tokens + sampling.max_response_tokens = "
             f"{longest}; restart it with --max-model-len {longest}, or lower these"
+        )
+    short = longest_of(model) if trainer_device is not None else None
+    if short is not None and info.max_model_len is not None and info.max_model_len > short:
+        problems.append(
+            f"takes {info.max_model_len} tokens, and then has the long factors of longrope for every sequence; the "
+            f"trainer has the short ones: restart it with --max-model-len {short}, or less"
         )
     if config.algorithm.loss == "policy" and config.sampling.truncates:
         problems.extend(_mask_problems(info, config.sampling.top_k))

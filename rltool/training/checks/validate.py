@@ -120,6 +120,12 @@ def check_model(config: TrainConfig) -> None:
             f"{AS_BFLOAT16}"
         )
     check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
+    if family.rotary.longest is not None and config.needs_engines and longest > family.rotary.longest:
+        raise UsageError(
+            f"sampling.max_prompt_tokens + sampling.max_response_tokens = {longest}: of longrope the short factors "
+            f"are implemented, with which a sequence has at most {family.rotary.longest} tokens"
+        )
     if config.algorithm.routing_replay:
         routing_of(family)
     if trainer.expert_products == "grouped":

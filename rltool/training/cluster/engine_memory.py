@@ -82,9 +82,11 @@ def _has_room(config: TrainConfig, family: Family, caches: Mapping[str, CacheSiz
 def trainer_bytes(config: TrainConfig, family: Family) -> int:
     """What a rank holds between two steps, that of the pipeline stage which holds most."""
     trainer, dtype = config.trainer, config.model.dtype
-    distributed = trainer.distributed_optimizer
-    stages = range(trainer.pipeline_parallel)
-    return max(rank_state(family, trainer.layout, s, dtype=dtype, distributed=distributed).state for s in stages)
+    distributed, lora = trainer.distributed_optimizer, config.lora
+    return max(
+        rank_state(family, trainer.layout, stage, dtype=dtype, distributed=distributed, lora=lora).state
+        for stage in range(trainer.pipeline_parallel)
+    )
 
 
 def batch_tokens(config: TrainConfig, engines: int) -> int:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.trainer_speed import SHAPES
 from rltool.cli import main
-from rltool.config.sections import TrainerConfig
+from rltool.config.sections import LoraConfig, TrainerConfig
 from rltool.errors import UsageError
 from rltool.models.estimate import Asked, estimate
 from rltool.models.memory import GIB, USED, engine_bytes, fitting_layout, parameters_of, training_memory
@@ -52,6 +52,24 @@ def test_the_layout_that_is_found_fits_and_one_gpu_less_of_it_does_not():
     assert fitting_layout(family, gpus=1, gpu_bytes=80 * GIB, tokens=16384) is None
     least = fitting_layout(family_of("0.5B"), gpus=4, gpu_bytes=80 * GIB, tokens=16384)[0]
     assert (least.tensor_parallel, least.pipeline_parallel, least.recompute) == (1, 1, "none")
+
+
+def test_with_adapters_the_model_has_weights_alone_and_a_7b_trains_on_one_gpu_of_80_gib():
+    family = family_of("7B")
+    full = training_memory(family, TrainerConfig(max_tokens_per_micro_batch=16384), dtype="bfloat16")
+    for rank in (16, 32):
+        # Of each product rank x (inputs + outputs) numbers, four of them of the inputs 3584 twice and 18944.
+        inputs, outputs = 4 * 3584 + 2 * 3584 + 18944, (3584 + 2 * 512) + 3584 + 2 * 18944 + 3584
+        trained = 28 * rank * (inputs + outputs)
+        trainer = TrainerConfig(max_tokens_per_micro_batch=16384)
+        found = training_memory(family, trainer, dtype="bfloat16", lora=LoraConfig(rank=rank))
+        assert found.weights == full.weights + 4 * trained
+        assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+        # queries, keys, values, output, gate, up, down: seven products between whose matrices rank numbers are.
+        assert found.activations == full.activations + 28 * 7 * rank * 2 * 16384
+    lora = LoraConfig(rank=32)
+    assert fitting_layout(family, gpus=1, gpu_bytes=80 * GIB, tokens=16384) is None
+    assert fitting_layout(family, gpus=1, gpu_bytes=80 * GIB, tokens=16384, lora=lora) is not None
 
 
 def test_experts_are_spread_where_they_do_not_fit_otherwise():
@@ -99,6 +117,10 @@ def test_the_json_of_a_checkpoint_has_the_numbers_of_the_lines(tmp_path, capsys)
     expected = training_memory(family_for(config), trainer, dtype="bfloat16")
     assert answer["training"]["total"] == expected.total and answer["trainer"]["tensor_parallel"] == 2
     assert answer["parameters"]["total"] == parameters_of(family_for(config)).total == 7_615_616_512
+    with pytest.raises(SystemExit):
+        main([*words, "--lora-rank", "16", "--json"])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["lora_rank"] == 16 and answer["training"]["gradients"] < expected.gradients / 50
     with pytest.raises(SystemExit):
         main(words)
     output = capsys.readouterr().out

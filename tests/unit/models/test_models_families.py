@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 import torch
 
 from rltool.errors import UsageError
+from rltool.megatron.layers import RotaryPositions
+from rltool.megatron.packing import pack
 from rltool.models.base import EMBEDDING, HEAD, Interleaved, Parameter, ShapeMismatch, padded_vocabulary
+from rltool.models.decoder import Variant, decoder
 from rltool.models.registry import FAMILIES, family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
 
@@ -94,6 +98,26 @@ def test_page_that_a_refusal_names_exists():
     assert "## Adding a model family" in page
 
 
+def test_biases_of_a_dense_mlp_that_a_family_does_not_name_are_an_error():
+    with pytest.raises(ValueError, match="names no biases of a dense MLP"):
+        decoder(hf_config(), Variant(bias=True))
+
+
+def test_longrope_divides_by_the_short_factors_and_scales_for_the_whole_context():
+    rope = {"rope_type": "longrope", "rope_theta": 100.0, "short_factor": [1.0, 2.0, 4.0, 5.0]}
+    config = hf_config("Phi3ForCausalLM", rope_parameters=rope, original_max_position_embeddings=16, head_dim=8)
+    found = family_for(config | {"max_position_embeddings": 64}).rotary
+    assert found.longest == 16 and found.scale == pytest.approx((1 + math.log(4) / math.log(16)) ** 0.5)
+    plain = [100.0 ** (-2 * i / 8) for i in range(4)]
+    expected = [x / short for x, short in zip(plain, (1, 2, 4, 5), strict=True)]
+    assert found.inverse_frequencies.tolist() == pytest.approx(expected)
+    assert family_for(config | {"rope_parameters": rope | {"attention_factor": 1.5}}).rotary.scale == 1.5
+    positions = RotaryPositions(found, torch.device("cpu"))
+    positions.get_rotary_seq_len(packed_seq_params=pack(torch.tensor([16, 2]), torch.device("cpu")))
+    with pytest.raises(UsageError, match="a sequence of 17 tokens.*at most 16"):
+        positions.get_rotary_seq_len(packed_seq_params=pack(torch.tensor([2, 17]), torch.device("cpu")))
+
+
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
@@ -139,7 +163,7 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
         ("LlamaForCausalLM", {"hidden_act": "gelu"}, "hidden_act"),
         ("LlamaForCausalLM", {"quantization_config": {"bits": 4}}, "quantization_config"),
         ("LlamaForCausalLM", {"attention_dropout": 0.1}, "attention_dropout"),
-        ("LlamaForCausalLM", {"rope_scaling": {"type": "longrope", "factor": 4}}, "longrope"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic", "factor": 4}}, "dynamic"),
         ("Qwen2ForCausalLM", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "dynamic"),
         ("LlamaForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ("LlamaForCausalLM", {"hidden_size": None}, "hidden_size"),
@@ -175,7 +199,12 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
         ("SmolLM3ForCausalLM", {"use_sliding_window": True}, "sliding-window"),
         ("SmolLM3ForCausalLM", {"mlp_bias": True}, "mlp_bias"),
         ("Phi3ForCausalLM", {"sliding_window": 32}, "sliding_window = 32"),
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "longrope"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope"}}, "needs original_max_position_embeddings"),
+        (
+            "Phi3ForCausalLM",
+            {"rope_scaling": {"type": "longrope"}, "original_max_position_embeddings": 16},
+            "needs a short_factor of",
+        ),
         ("Phi3ForCausalLM", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "'yarn' is not implemented for this"),
         ("Phi3ForCausalLM", {"resid_pdrop": 0.1}, "resid_pdrop"),
         ("Qwen2MoeForCausalLM", {"qkv_bias": False}, "qkv_bias"),

@@ -10,7 +10,7 @@ from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.types import EngineInfo
 from rltool.errors import UsageError
 from rltool.training.checks.preflight import engine_problems
-from rltool.training.checks.validate import check_config
+from rltool.training.checks.validate import check_config, check_model
 
 
 @pytest.fixture
@@ -156,6 +156,27 @@ def test_an_engine_that_cannot_serve_the_run_is_refused_with_the_reason(base, ch
     assert len(problems) == 1
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(problems[0])
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+LONGROPE |= {"original_max_position_embeddings": 64}
+PHI3 = dict(
+    architectures=["Phi3ForCausalLM"], hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96,
+    vocab_size=128, max_position_embeddings=256, rope_parameters=LONGROPE,
+)  # fmt: skip
+
+
+def test_longrope_is_for_sequences_and_engines_of_the_context_of_pretraining(base, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PHI3))
+    short = ["sampling.max_prompt_tokens=32", "sampling.max_response_tokens=32"]
+    check_model(load_config(TrainConfig, [], [*base, *short]).config)
+    with pytest.raises(UsageError, match="= 65: .*at most 64 tokens"):
+        check_model(load_config(TrainConfig, [], [*base, "sampling.max_prompt_tokens=33", short[1]]).config)
+    config = load_config(TrainConfig, [], [*base, *short]).config
+    assert not engine_problems(ENGINE, info(model_config=PHI3, max_model_len=64), PHI3, config, "cpu")
+    [problem] = engine_problems(ENGINE, info(model_config=PHI3, max_model_len=65), PHI3, config, "cpu")
+    assert "the long factors of longrope" in problem and "--max-model-len 64" in problem
+    assert not engine_problems(ENGINE, info(model_config=PHI3, max_model_len=65), PHI3, config, None)
 
 
 def test_an_engine_of_the_same_model_passes_and_rollout_only_needs_no_weight_transfer(base):
