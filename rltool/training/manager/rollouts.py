@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
@@ -69,8 +72,11 @@ class Rollouts:
             files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
             log=console.print,
         )  # fmt: skip
-        # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
-        self._actor: Any = RolloutActor.remote(  # whose methods Ray's types do not have
+        # It waits for sockets: no GPU, no CPU, and a place outside of the placement group, on the driver's host: key
+        # files, data and the run directory are where the command was given.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        create = RolloutActor.options(scheduling_strategy=here).remote
+        self._actor: Any = create(  # whose methods Ray's types do not have
             config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
         )
 

@@ -22,6 +22,7 @@ from rltool.megatron.offload import Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
+from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster.devices import RankDevice, device_of_rank
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
@@ -61,10 +62,10 @@ class TrainerActor:
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
-    def device(self) -> RankDevice:
+    def device(self, run: RunDirectory | None) -> RankDevice:
         """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each
         other."""
-        return device_of_rank(self.rank)
+        return device_of_rank(self.rank, run)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just

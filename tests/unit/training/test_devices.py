@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import re
 import socket
+from dataclasses import replace
 
 import pytest
 
 from rltool.config.sections import RayConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.training import prepare
 from rltool.training.cluster import ray_cluster as cluster
 from rltool.training.cluster.devices import (
     RankDevice,
     check_rank_devices,
+    check_shared_run,
     choose_device,
     describe_devices,
     device_of_rank,
@@ -40,6 +43,15 @@ def test_a_rank_without_the_planned_gpu_is_named_with_its_host():
         check_rank_devices("cuda", found)
     check_rank_devices("cuda", found[:1])
     check_rank_devices("cpu", found)
+
+
+def test_ranks_that_do_not_see_the_run_directory_are_named_with_their_hosts(tmp_path):
+    run, other = open_run("x", create=True, root=tmp_path), open_run("x", create=True, root=tmp_path / "elsewhere")
+    found = [device_of_rank(0, run), replace(device_of_rank(1, other), host="b"), RankDevice(2, "c", None)]
+    with pytest.raises(UsageError, match=rf"{run.checkpoints_dir}, .* not seen by rank 1 on host b, rank 2 on host c:"):
+        check_shared_run(run, found)
+    check_shared_run(run, found[:1])
+    assert device_of_rank(0, RunDirectory(tmp_path / "none")).run_id is None
 
 
 def test_ranks_are_described_by_host_and_device():
