@@ -264,6 +264,9 @@ class BatchFields(LossFields):
     weights that are closest to those in training. None unless they are replayed."""
     token_rewards: Tensor | None = token(cut="driver")
     """Rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not sample the token."""
+    target_ids: Tensor | None = token("int64")
+    """Int64, whose log-probabilities are wanted in the place of the tokens': those that a served model's client names.
+    None: the tokens themselves."""
     old_entropies: Tensor | None = token(cut="driver")
     """Entropy of the old policy's distribution at the token, in nats; None unless needed."""
     is_weights: Tensor | None = token()

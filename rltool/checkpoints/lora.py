@@ -23,11 +23,11 @@ def describe_base(directory: Path) -> dict[str, dict[str, Any]]:
     return dict(zip(paths, described, strict=True))
 
 
-def describe_lora(lora: LoraConfig, base: Path) -> dict[str, Any]:
-    """`Manifest.lora`."""
+def describe_lora(lora: LoraConfig, base: Path, files: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """`Manifest.lora`. files: of `describe_base`."""
     targets = lora.targets if lora.targets == "all-linear" else list(lora.targets)
     described = {"rank": lora.rank, "alpha": lora.alpha, "targets": targets}
-    return {**described, "base_path": str(Path(base).absolute()), "base_files": describe_base(base)}
+    return {**described, "base_path": str(Path(base).absolute()), "base_files": files}
 
 
 def lora_of(manifest: Manifest) -> LoraConfig:

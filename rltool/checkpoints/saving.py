@@ -21,7 +21,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.carried import carry, carry_tensors
 from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
-from rltool.checkpoints.lora import describe_lora
+from rltool.checkpoints.lora import describe_base, describe_lora
 from rltool.checkpoints.manifest import Manifest
 from rltool.errors import SaveFailed
 from rltool.megatron.critic import Critic
@@ -48,7 +48,7 @@ class CheckpointSaver:
         # Declared as what it is to ranks outside of the group as well, of which there are none.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=DEADLINE))
         self._writing: Future[Saved] | None = None
-        self._base: dict[str, Any] = {}
+        self._base: dict[str, dict[str, Any]] = {}
 
     def save(
         self,
@@ -144,8 +144,9 @@ class CheckpointSaver:
             carry(trainer.model_path, partial, dtype=manifest.dtype)
             if lora.rank:
                 # The model does not change in a run: its files are hashed once.
-                self._base = self._base or describe_lora(lora, trainer.model_path)
-                finish(partial, final, replace(manifest, lora=self._base), described)
+                self._base = self._base or describe_base(trainer.model_path)
+                lora_and_base = describe_lora(lora, trainer.model_path, self._base)
+                finish(partial, final, replace(manifest, lora=lora_and_base), described)
             else:
                 carry_tensors(trainer.model_path, partial, trainer.family.carried)
                 finish(partial, final, manifest, described)

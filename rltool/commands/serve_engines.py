@@ -110,6 +110,10 @@ def serve_engines(
     return_routed_experts: Annotated[
         bool, typer.Option("--return-routed-experts", help="Replies can carry the experts that the router chose.")
     ] = False,
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Largest rank of adapters that they take under names (default: they take none).")
+    ] = None,
+    lora_slots: Annotated[int | None, typer.Option(help="Adapters that each holds at a time (default: 4).")] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     max_restarts: Annotated[
         int | None,
@@ -146,6 +150,8 @@ def serve_engines(
         "trust_remote_code": ("--trust-remote-code", trust_remote_code or None),
         "weight_backend": ("--weight-backend", weight_backend),
         "return_routed_experts": ("--return-routed-experts", return_routed_experts or None),
+        "lora_rank": ("--lora-rank", lora_rank),
+        "lora_slots": ("--lora-slots", lora_slots),
         "ready_timeout": ("--ready-timeout", ready_timeout),
         "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),

@@ -87,6 +87,10 @@ class EngineGroup(Config):
     return_routed_experts: bool = False
     """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay, for which a
     run sets it by itself). vLLM on GPUs, SGLang."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Largest rank of an adapter that the engine takes under a name; 0: it takes none."""
+    lora_slots: int = Field(default=4, ge=1)
+    """Adapters that it holds at a time."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until an engine serves."""
 
@@ -191,6 +195,10 @@ class ServeConfig(Config):
     """How vLLM receives weights: rltool is the plugin's (nccl, ipc, gloo, disk or delta), nccl vLLM's own."""
     return_routed_experts: bool = False
     """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay)."""
+    lora_rank: int = Field(default=0, ge=0)
+    """Largest rank of an adapter that the engine takes; 0: it takes none."""
+    lora_slots: int = Field(default=4, ge=1)
+    """Adapters that it holds at a time."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from its launch until an engine serves."""
     max_restarts: int = Field(default=5, ge=0)
@@ -214,7 +222,7 @@ class ServeConfig(Config):
             dtype=self.dtype, max_model_len=self.max_model_len, seed=self.seed,
             trust_remote_code=self.trust_remote_code, engine_python=self.engine_python,
             weight_backend=self.weight_backend, ready_timeout=self.ready_timeout,
-            return_routed_experts=self.return_routed_experts,
+            return_routed_experts=self.return_routed_experts, lora_rank=self.lora_rank, lora_slots=self.lora_slots,
         )  # fmt: skip
 
 
@@ -243,6 +251,8 @@ class EngineLaunch(Config):
     update_weights: bool = True
     task: Task = "generate"
     return_routed_experts: bool = False
+    lora_rank: int = 0
+    lora_slots: int = 4
     ready_timeout: float = 600.0
     model: Path
     host: str

@@ -108,7 +108,8 @@ class GenerateRequest:
     """`n` samples of one prompt. Sample i is seeded with seed + i (mod SEED_MODULUS); request_id is a uuid4 hex, so of
     fixed length. continues: the last tokens of prompt_ids, this many, begin the response; not sent to engines. routing:
     the model's, where completions are to have routed_experts. session: requests of one conversation, which share
-    prefixes, have an equal one, and go to one engine where that can be; "": of none."""
+    prefixes, have an equal one, and go to one engine where that can be; "": of none. adapter: the name of the adapter
+    that all of its tokens are sampled with, "": the model alone."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -118,6 +119,7 @@ class GenerateRequest:
     continues: int = 0
     routing: Routing | None = None
     session: str = ""
+    adapter: str = ""
 
     @property
     def reply_bytes(self) -> int:
@@ -302,6 +304,10 @@ class EngineInfo:
     """How many tokens of one place a vLLM server gives the log-probabilities of, -1: of all."""
     plugin_protocol: int | None = None
     """rltool.engines.plugin.info.PLUGIN_PROTOCOL there; None without the plugin, or with one that reports none."""
+    lora_rank: int | None = None
+    """The largest of an adapter that it takes; 0: it takes none; None if not reported."""
+    lora_slots: int | None = None
+    """How many adapters it holds at a time."""
 
 
 INCOMPLETE_VERSION = "incomplete"

@@ -36,6 +36,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
@@ -146,20 +147,26 @@ def _nothing(u: Tensor) -> Tensor:
     return u
 
 
+def _grouped_experts(model: GPTModel) -> list[GroupedExperts]:
+    found = [getattr(cast(Any, layer).mlp, "experts", None) for layer in model.decoder.layers]
+    return [experts for experts in found if isinstance(experts, GroupedExperts)]
+
+
 class Adapters(torch.nn.Module):
     """All of this rank, by `Adapted.name`."""
 
     def __init__(self, model: GPTModel, family: Family, lora: LoraConfig, coordinates: Coordinates, seed: int) -> None:
-        """Freezes the model and adds them to it, on its device. seed: of A, which does not depend on the layout.
+        """On the model's device, beside its modules; `install` adds them to it. seed: of A, which does not depend on
+        the layout.
 
         UsageError where a pipeline stage has none, or where there is no adapter for a module.
         """
         super().__init__()
         self.at, self._seed = coordinates, seed
         self._on = True
+        self._hooks: list[RemovableHandle] = []
         wanted = {each.base.name: each for each in adapters_of(family, lora.rank, lora.targets)}
-        model.requires_grad_(False)
-        beside: dict[torch.nn.Module, Adapter] = {}
+        self._beside: dict[torch.nn.Module, Adapter] = {}
         for local, weight in model.named_parameters():
             adapted = wanted.get(global_name(model, local))
             if adapted is None:
@@ -167,25 +174,38 @@ class Adapters(torch.nn.Module):
             linear = model.get_submodule(local.rpartition(".")[0])
             adapter = Adapter(adapted, linear, lora.scale, coordinates).to(weight.device)
             self.add_module(adapted.name, adapter)
-            beside[linear] = adapter
-            # Before other hooks: what these do with the module's output, they do with the sum.
-            linear.register_forward_hook(self._added(adapter), prepend=True)
-        if not beside:
+            self._beside[linear] = adapter
+        if not self._beside:
             raise UsageError(
                 f"lora.targets leaves pipeline stage {coordinates.pp_rank} without an adapter; name more, or take "
                 "fewer stages"
             )
-        for layer in model.decoder.layers:
-            experts = getattr(cast(Any, layer).mlp, "experts", None)
-            if isinstance(experts, GroupedExperts):  # which do not call their modules
-                experts.added = [
-                    self._added_in_groups(beside, [getattr(expert, name) for expert in experts.local_experts])
-                    for name in ("linear_fc1", "linear_fc2")
-                ]
+        self.draw()
+
+    def install(self, model: GPTModel) -> None:
+        """From now on the frozen model computes with them, and they are its part `PART`."""
+        beside = self._beside
+        setattr(model, PART, self)
+        # Before other hooks: what these do with the module's output, they do with the sum.
+        self._hooks = [
+            linear.register_forward_hook(self._added(adapter), prepend=True) for linear, adapter in beside.items()
+        ]
+        for experts in _grouped_experts(model):  # which do not call their modules
+            experts.added = [
+                self._added_in_groups(beside, [getattr(expert, name) for expert in experts.local_experts])
+                for name in ("linear_fc1", "linear_fc2")
+            ]
         if model.pre_process and model.config.recompute_granularity is not None:
             # What is computed again has a gradient where its input has one; behind a frozen embedding that has none.
-            model.embedding.register_forward_hook(_require_gradient)
-        self.draw()
+            self._hooks.append(model.embedding.register_forward_hook(_require_gradient))
+
+    def remove(self, model: GPTModel) -> None:
+        """The inverse of `install`: the model is as it was before."""
+        for hook in self._hooks:
+            hook.remove()
+        for experts in _grouped_experts(model):
+            experts.added = [None, None]
+        delattr(model, PART)
 
     def _added(self, adapter: Adapter) -> Callable[..., Any]:
         def add(_module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
@@ -294,7 +314,8 @@ class MergedWeights(Mapping[str, Tensor]):
 
 
 def attach(model: GPTModel, family: Family, lora: LoraConfig, coordinates: Coordinates, *, seed: int) -> Adapters:
-    """Gives the model its adapters, as its part `PART`."""
+    """Freezes the model and gives it its adapters, as its part `PART`."""
+    model.requires_grad_(False)
     adapters = Adapters(model, family, lora, coordinates, seed)
-    setattr(model, PART, adapters)
+    adapters.install(model)
     return adapters

@@ -72,7 +72,7 @@ def prepare(
         packed=packed,
         rows=rows,
         sources=to_device(sources, device),
-        targets=to_device(batch.tokens[wanted], device),
+        targets=to_device((batch.tokens if batch.target_ids is None else batch.target_ids)[wanted], device),
         held=held,
         at_targets=at_targets,
     )

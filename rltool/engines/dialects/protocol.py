@@ -185,6 +185,20 @@ class Controls(Protocol):
 
 
 @runtime_checkable
+class Adapts(Protocol):
+    """An engine that takes adapters (LoRA) under names while it serves. A name stands for one adapter for ever: engines
+    find cached keys and values by it."""
+
+    def load_adapter(self, name: str, directory: str) -> HttpRequest:
+        """directory: in peft's format, as the engine sees it. An error where the name is taken."""
+        ...
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        """No error where it has none of this name."""
+        ...
+
+
+@runtime_checkable
 class Inspects(Protocol):
     """What an engine reports of its weights, and of texts that it scores."""
 

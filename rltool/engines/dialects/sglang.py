@@ -17,6 +17,7 @@ from typing import Any
 from rltool.engines.dialects.inspection import NO_SUCH_ROUTE, SglangInspection
 from rltool.engines.dialects.protocol import (
     MEMORY_TAGS,
+    Adapts,
     Controls,
     Feature,
     Generates,
@@ -68,7 +69,7 @@ ACCEPTED_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_acce
 """Names of one number in meta_info (_calculate_spec_decoding_metrics), the newest first."""
 
 
-class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
+class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generates):
     """See rltool.engines.dialects.protocol."""
 
     name = "sglang"
@@ -133,6 +134,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         }
         if request.routing is not None:
             body["return_routed_experts"] = True
+        if request.adapter:
+            body["lora_path"] = request.adapter
         return HttpRequest("POST", GENERATE_PATH, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
@@ -183,6 +186,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
             bootstrap_port=server.get("disaggregation_bootstrap_port") if _role(server) == "prefill" else None,
             task=TASKS[model["is_generation"]] if "is_generation" in model else None,
             routed_experts=server.get("enable_return_routed_experts"),
+            **_lora_facts(server),
         )
 
     def health(self) -> HttpRequest:
@@ -273,6 +277,13 @@ class SglangDialect(SglangInspection, SglangLaunching, Controls, Generates):
         body = {"model_path": model, "load_format": "auto", "flush_cache": False}
         return [HttpRequest("POST", "/update_weights_from_disk", body)]
 
+    def load_adapter(self, name: str, directory: str) -> HttpRequest:
+        return HttpRequest("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        """Answered when the requests that run with it have ended."""
+        return HttpRequest("POST", "/unload_lora_adapter", {"lora_name": name}, tolerate=(400,))
+
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.
 
@@ -351,6 +362,13 @@ def _sleep_levels(server: Mapping[str, Any]) -> tuple[SleepLevel, ...]:
 def _role(server: Mapping[str, Any]) -> EngineRole | None:
     mode = server.get("disaggregation_mode")
     return mode if mode in ("prefill", "decode") else None
+
+
+def _lora_facts(server: Mapping[str, Any]) -> dict[str, Any]:
+    if not server.get("enable_lora"):
+        return {"lora_rank": 0, "lora_slots": 0}
+    slots = [server[name] for name in ("max_loras_per_batch", "max_loaded_loras") if server.get(name)]
+    return {"lora_rank": server.get("max_lora_rank") or 0, "lora_slots": min(slots, default=0)}
 
 
 def _boot_id(server: Mapping[str, Any]) -> str | None:

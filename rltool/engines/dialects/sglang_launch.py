@@ -72,6 +72,12 @@ class SglangLaunching(Launches):
             argv += ["--is-embedding"]
         if launch.return_routed_experts:
             argv += [ROUTED_EXPERTS_FLAG]
+        if launch.lora_rank:
+            slots = str(launch.lora_slots)
+            argv += ["--enable-lora", "--max-lora-rank", str(launch.lora_rank), "--lora-target-modules", "all"]
+            argv += ["--max-loras-per-batch", slots, "--max-loaded-loras", slots]
+            if launch.device == "cpu":
+                argv += ["--lora-backend", "torch_native"]
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"

@@ -6,7 +6,7 @@ from functools import cache
 from importlib import import_module
 
 from rltool.config.serve import ENGINES
-from rltool.engines.dialects.protocol import Controls, Generates, Inspects, Launches
+from rltool.engines.dialects.protocol import Adapts, Controls, Generates, Inspects, Launches
 from rltool.errors import UsageError
 
 ROUTER = "sglang"
@@ -33,6 +33,14 @@ def controls(name: str, *, plugin: bool = False) -> Controls:
             f"is of {found.label}, whose dialect has no control routes: rltool cannot pause it, put it to sleep, or "
             "send it weights"
         )
+    return found
+
+
+def adapts(name: str, *, plugin: bool = False) -> Adapts:
+    """Its part for adapters. Raises UsageError as `controls`."""
+    found = dialect(name, plugin=plugin)
+    if not isinstance(found, Adapts):
+        raise UsageError(f"is of {found.label}, whose dialect has no routes for adapters")
     return found
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from rltool.engines.dialects.inspection import VllmInspection
 from rltool.engines.dialects.protocol import (
     MEMORY_TAGS,
+    Adapts,
     Controls,
     Feature,
     Generates,
@@ -61,7 +62,7 @@ SPECULATION_METRICS = ("vllm:spec_decode_num_accepted_tokens_total", "vllm:spec_
 """v1/spec_decode/metrics.py; only there where the server speculates."""
 
 
-class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
+class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
     """See rltool.engines.dialects.protocol."""
 
     name = "vllm"
@@ -107,6 +108,8 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
             "token_ids": list(request.prompt_ids),
             "sampling_params": parameters,
         }
+        if request.adapter:
+            body["model"] = request.adapter
         return HttpRequest("POST", self.generate_path, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
@@ -177,6 +180,8 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
             task=facts.get("task"),
             routed_experts=facts.get("routed_experts"),
             plugin_protocol=facts.get("plugin_protocol"),
+            lora_rank=facts.get("lora_rank"),
+            lora_slots=facts.get("lora_slots"),
         )
 
     def health(self) -> HttpRequest:
@@ -237,6 +242,15 @@ class VllmDialect(VllmInspection, VllmLaunching, Controls, Generates):
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
+
+    # -- adapters
+
+    def load_adapter(self, name: str, directory: str) -> HttpRequest:
+        return HttpRequest("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": directory})
+
+    def unload_adapter(self, name: str) -> HttpRequest:
+        """Requests that run with it go on with it: the workers keep it until its place is needed."""
+        return HttpRequest("POST", "/v1/unload_lora_adapter", {"lora_name": name}, tolerate=(404,))
 
 
 def with_routed_experts(completion: Completion, choice: Mapping[str, Any], request: GenerateRequest) -> Completion:
@@ -346,4 +360,11 @@ def _facts_of_stock_server(reply: Any) -> dict[str, Any]:
         "sleep_mode": model.get("enable_sleep_mode"),
         "max_logprobs": model.get("max_logprobs"),
         "model_config": hf_config,
+        **lora_facts(json_object(config.get("lora_config"))),
     }
+
+
+def lora_facts(lora: Mapping[str, Any]) -> dict[str, Any]:
+    """lora: of vLLM's LoRAConfig, {} where adapters are not enabled."""
+    slots = [lora[name] for name in ("max_loras", "max_cpu_loras") if lora.get(name)]
+    return {"lora_rank": lora.get("max_lora_rank", 0), "lora_slots": min(slots, default=0)}

@@ -47,6 +47,7 @@ KV_TRANSFER = {
 """The lease, in seconds, is of a cache that has not been fetched; it is renewed while a decode engine means to. A
 weight sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
 """With one of these the longest sequence may be another than that of config.json."""
 
@@ -129,6 +130,8 @@ class VllmLaunching(Launches):
             "RLTOOL_BOOT_ID": launch.boot_id,
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, launch.gpus)),
         }
+        if launch.lora_rank:
+            environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if launch.bootstrap_port is not None:
             environment |= {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
@@ -182,7 +185,15 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     flags += head_dtype_flags(launch)
     if launch.return_routed_experts:
         flags += [ROUTED_EXPERTS_FLAG]
+    if launch.lora_rank:
+        rank, slots = lora_rank(launch.lora_rank), str(launch.lora_slots)
+        flags += ["--enable-lora", "--max-lora-rank", str(rank), "--max-loras", slots, "--max-cpu-loras", slots]
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest that vLLM is built for (vllm/config/lora.py) and that holds this one."""
+    return next((known for known in LORA_RANKS if known >= rank), rank)
 
 
 def _cpu_max_model_len(launch: EngineLaunch) -> int:

@@ -275,6 +275,7 @@ def _processes(
             model=model.path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
+            lora_rank=group.lora_rank, lora_slots=group.lora_slots,
             trust_remote_code=group.trust_remote_code,
             # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.

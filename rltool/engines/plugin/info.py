@@ -18,6 +18,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
     from vllm.version import __version__ as vllm_version  # pyright: ignore[reportPrivateImportUsage]
 
     config = state.vllm_config
+    lora = config.lora_config
     model, parallel, transfer = config.model_config, config.parallel_config, config.weight_transfer_config
     return {
         "rltool_version": rltool.__version__,
@@ -42,6 +43,8 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "model_config": model.hf_text_config.to_dict(),
         "task": _task(state),
         "routed_experts": _returns_routed_experts(config),
+        "lora_rank": lora.max_lora_rank if lora else 0,
+        "lora_slots": min(lora.max_loras, lora.max_cpu_loras or lora.max_loras) if lora else 0,
     }
 
 

@@ -41,7 +41,7 @@ SAMPLING_NAMES = {
 TEXT_ONLY = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
 """Sampling parameters that shape the text alone, which is empty here: token ids come back."""
 
-KNOWN_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "rid"})
+KNOWN_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "rid", "lora_path"})
 EMPTY = (None, False, "", [], {})
 """A field that is not supported may be present with one of these: routers write out their defaults."""
 HARMLESS = {"logprob_start_len": (-1,), "top_logprobs_num": (0,), "log_metrics": (True,), "stream": (False,)}
@@ -70,6 +70,11 @@ def to_vllm(body: Any) -> dict[str, Any]:
         if not isinstance(rid, str):
             raise BadRequest("'rid' must be a string")
         request["request_id"] = rid
+    adapter = body.get("lora_path")
+    if adapter:
+        if not isinstance(adapter, str):
+            raise BadRequest("'lora_path' must be the name of one adapter")
+        request["model"] = adapter
     return request
 
 

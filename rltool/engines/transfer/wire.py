@@ -184,11 +184,24 @@ def open_group(
     if store is None and rank == 0:
         store = host_store(address, port, timeout_seconds)
     elif store is None:
+        _knock(address, port, timeout_seconds / 2)
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
+
+
+def _knock(address: str, port: int, seconds: float) -> None:
+    """ConnectionError naming both ends where the trainer's store cannot be reached: TCPStore itself asks for longer than
+    its timeout, and longer than the trainer waits for an answer."""
+    try:
+        socket.create_connection((address, port), seconds).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"host {socket.gethostname()} does not reach the trainer at {address}, port {port} ({error}): does a firewall "
+            "stand between them (weights.port_range), or is this another host's address there (weights.advertise_host)?"
+        ) from error
 
 
 def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:

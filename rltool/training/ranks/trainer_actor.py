@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rltool.megatron.runtime import Coordinates
     from rltool.megatron.trained import TrainedModel
     from rltool.megatron.trainer import MegatronTrainer
+    from rltool.training.ranks.served_rank import ServedRank
 
 
 @dataclass
@@ -55,10 +56,14 @@ class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
-    def __init__(self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False) -> None:
-        """stays: its memory is on its GPU also while colocated engines are awake."""
+    def __init__(
+        self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False, served: bool = False
+    ) -> None:
+        """stays: its memory is on its GPU also while colocated engines are awake. served: it has named models (`call`)
+        in the place of the configured one."""
         redirect_output(log_file)
-        self.config, self.rank, self.stays = config, rank, stays
+        self.config, self.rank, self.stays, self._is_served = config, rank, stays, served
+        self._served: ServedRank | None = None
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
@@ -87,9 +92,14 @@ class TrainerActor:
         config = self.config
         rendezvous = Rendezvous(self.rank, *master, timeout=config.trainer.rendezvous_timeout)
         run = TrainingRun(total_optimizer_steps, seed=config.seed, temperature=config.sampling.temperature)
-        trainer = MegatronTrainer(
-            config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run, config.lora
-        )
+        if self._is_served:
+            from rltool.megatron.served import ServedModel
+
+            trainer = ServedModel(config.model, config.trainer, rendezvous)
+        else:
+            trainer = MegatronTrainer(
+                config.model, config.trainer, config.optimizer, config.algorithm, rendezvous, run, config.lora
+            )
         self._closing.callback(trainer.close)
         critic = None
         if config.algorithm.uses_critic:
@@ -106,6 +116,12 @@ class TrainerActor:
         saver = CheckpointSaver(trainer, asynchronous=config.checkpoint.async_save, critic=critic)
         self._closing.callback(saver.close)
         self._started = _Parts(trainer, critic, saver, Recorder(self.rank), sender)
+        if self._is_served:
+            from rltool.megatron.served import ServedModel
+            from rltool.training.ranks.served_rank import ServedRank
+
+            assert isinstance(trainer, ServedModel)
+            self._served = ServedRank(trainer, saver, config.model.path)
         garbage.settle()
         return trainer.coordinates
 
@@ -191,6 +207,10 @@ class TrainerActor:
         if (critic := self._here.critic) is None:
             return policy
         return hashlib.sha256(f"{policy} {critic.parameter_hash()}".encode()).hexdigest()
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """A method of ServedRank."""
+        return getattr(self._served, method)(*arguments, **named)
 
     # -- memory that engines on the same GPUs take in turns
 

@@ -34,10 +34,11 @@ class TrainerGroup:
 
     def __init__(
         self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
-        *, order: Sequence[int] | None = None,
+        *, order: Sequence[int] | None = None, served: bool = False,
     ) -> None:  # fmt: skip
         """log_dir: of this attempt, in the run directory. order: the bundle of each rank; None: rank 0 has the first,
-        and so on."""
+        and so on. served: as for TrainerActor; call `load_weights` after `start`, then training.served.RankedTrainer
+        has the rest."""
         # What "auto" stands for is decided: a rank that found something else would compute in another way than the
         # others.
         trainer = config.trainer.model_copy(update={"device": plan.device})
@@ -55,7 +56,7 @@ class TrainerGroup:
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             actor = TrainerActor.options(**options)
-            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay))
+            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay, served=served))
         self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
@@ -124,6 +125,15 @@ class TrainerGroup:
             batch, lambda rank, part: rank.forward_backward.remote(part, tokens, on_policy)
         )
         return shards.in_order(self.coordinates, [logprobs for logprobs, _ in results]), results[0][1]
+
+    def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
+        """A method of ServedRank, on all ranks."""
+        return self._compute(lambda rank: rank.call.remote(method, *arguments, **named))
+
+    def call_on_shards(self, batch: TrainBatch, method: str, *arguments: Any) -> Tensor:
+        """One that takes micro-batches, and gives tensors of each. Returns [T, ...] of the batch."""
+        shards, results = self._on_shards(batch, lambda rank, part: rank.call.remote(method, part, *arguments))
+        return shards.in_order(self.coordinates, results)
 
     def optimizer_step(self) -> dict[str, float]:
         return self._compute(lambda rank: rank.optimizer_step.remote())[0]

@@ -90,6 +90,7 @@ class FakeVllm(FakeServer):
         self.sleep_mode = True
         self.task = "generate"
         self.num_labels = 1
+        self.lora_rank, self.lora_slots = 0, 0
         self.gpu_workers: list[ipc.Worker] = []  # processes that take weights by IPC
         self._policy = GuardPolicy(key) if key else None
         self.forget()
@@ -111,6 +112,8 @@ class FakeVllm(FakeServer):
         self.asleep: frozenset[str] = frozenset()
         self._group = None
         self.native = StockVllmTransfer(self.world_size)
+        self.sampled_with: list[str | None] = []  # the models that requests named
+        self.adapters: dict[str, Any] = {}  # by name: the directory, or the tensors of the plugin's route
 
     @property
     def version(self) -> str:
@@ -166,6 +169,8 @@ class FakeVllm(FakeServer):
             ("GET", "/metrics"): self._metrics,
             ("GET", "/get_world_size"): self._world_size,
             ("GET", "/weight_info"): self._weight_info,
+            ("POST", "/v1/load_lora_adapter"): self._load_adapter,
+            ("POST", "/v1/unload_lora_adapter"): self._unload_adapter,
             ("GET", "/is_paused"): self._is_paused,
             ("POST", "/inference/v1/generate"): self._generate,
             ("POST", "/inference/v1/abort_requests"): self._abort_requests,
@@ -264,8 +269,22 @@ class FakeVllm(FakeServer):
                 "task": self.task,
                 "max_logprobs": self.max_logprobs,
                 "routed_experts": self.routing is not None,
+                "lora_rank": self.lora_rank,
+                "lora_slots": self.lora_slots,
             }
         )
+
+    async def _load_adapter(self, recorded: Recorded) -> web.Response:
+        name = recorded.body["lora_name"]
+        if name in self.adapters:
+            return _error(400, f"The lora adapter '{name}' has already been loaded.")
+        self.adapters[name] = recorded.body["lora_path"]
+        return web.Response(text="Success")
+
+    async def _unload_adapter(self, recorded: Recorded) -> web.Response:
+        if self.adapters.pop(recorded.body["lora_name"], None) is None:
+            return _error(404, "The lora adapter cannot be found.")
+        return web.Response(text="Success")
 
     async def _checksums(self, _) -> web.Response:
         digests = {
@@ -339,6 +358,10 @@ class FakeVllm(FakeServer):
     async def _sample(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         ids, sampling = body["token_ids"], body["sampling_params"]
         n = sampling.get("n", 1)
+        model = body.get("model")
+        if model not in (None, self.model_id, *self.adapters):
+            return 404, {"error": {"message": f"The model `{model}` does not exist.", "code": 404}}
+        self.sampled_with.append(model)
         if n > self.max_num_seqs:
             return _refusal(
                 f"sampling_params.n must be at most the server's max_num_seqs ({self.max_num_seqs}), got {n}."
@@ -699,6 +722,10 @@ def _logprob(token: int, position: int) -> float:
 def _softmax(logits: list[float]) -> list[float]:
     shares = [math.exp(logit) for logit in logits]
     return [share / sum(shares) for share in shares]
+
+
+def _error(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "code": status}}, status=status)
 
 
 def _refusal(message: str) -> tuple[int, dict[str, Any]]:

@@ -69,7 +69,7 @@ IDS = [f"{model.__name__}-{key}" for model, key, _ in KEYS]
 def test_the_numbers_are_found_that_stand_in_a_tuple_a_union_and_a_table():
     names = [key for _, key, _ in KEYS]
     assert {"steps", "optimizer.lr", "eval.stop_at", "sampling.stop_token_ids", "weights.port_range"} <= set(names)
-    assert names.count("weights.port_range") == 2 and names.count("engines.groups") == 8 and len(names) > 90
+    assert names.count("weights.port_range") == 2 and names.count("engines.groups") == 10 and len(names) > 90
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, True, "3"], ids=str)

@@ -48,7 +48,7 @@ def test_the_scheme_is_read_in_any_case():
 @pytest.mark.parametrize(
     "route",
     [
-        ("POST", "/collective_rpc"), ("GET", "/is_sleeping"), ("POST", "/v1/load_lora_adapter"), ("GET", "/docs"),
+        ("POST", "/collective_rpc"), ("GET", "/is_sleeping"), ("GET", "/v1/load_lora_adapter"), ("GET", "/docs"),
         ("GET", "/openapi.json"),
         ("POST", "/update_weight_version"), ("POST", "/weight_checker"), ("GET", "/pause"), ("POST", "/pause/"),
         ("POST", "//pause"),

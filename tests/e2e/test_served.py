@@ -1,0 +1,303 @@
+"""A served trainer: each model as if alone, in each layout, over saves, snapshots and restarts; equal to `train`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.checkpoints.torch_dist import load_adapters, save_checkpoint
+from rltool.errors import UsageError
+from rltool.training.served import AdamParams, AdapterSpec, batch_of
+from tests.e2e.megatron_models import make_trainer, save_hf
+from tests.e2e.served_ranks import data_of, served
+
+pytestmark = pytest.mark.e2e
+
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=0.5)
+SPECS = {"a": AdapterSpec(4, 6.0), "b": AdapterSpec(2, 8.0, ("qkv", "down"))}
+SEEDS = {"a": 1, "b": 2}
+LAYOUTS = {
+    "tp": {"tp": 2, "trainer": {"sequence_parallel": True}}, "pp": {"pp": 2}, "cp": {"cp": 2}, "dp": {},
+    "distributed": {"trainer": {"distributed_optimizer": True}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    return save_hf(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
+
+
+def flat(outputs) -> np.ndarray:
+    return np.concatenate([*outputs.logprobs, *outputs.elementwise_loss])
+
+
+def part(trainer, name, i):
+    """One call of a model's life: two backward passes, a step, a look, over and over."""
+    seed = 10 * SEEDS[name] + i
+    if i % 4 == 2:
+        return np.array(list(trainer.optim_step(name, ADAM).values()))
+    loss = "ppo" if name == "a" else "cross_entropy"
+    return flat(trainer.forward(name, data_of(seed, policy=name == "a"), loss, {}, backward=i % 4 != 3))
+
+
+def case_life(place, path, names, layout, calls=8):
+    """What each of the models gives, driven in turns."""
+    with served(place, path, **layout) as trainer:
+        for name in names:
+            trainer.create(name, SPECS.get(name), SEEDS[name])
+        found = {name: [] for name in names}
+        for i in range(calls):
+            for name in names:
+                found[name].append(part(trainer, name, i))
+        return found
+
+
+def test_two_adapters_driven_in_turns_are_bit_by_bit_what_each_is_alone(ranks, dense):
+    together = ranks.run(case_life, 1, dense, ["a", "b"], {})[0]
+    for name in ("a", "b"):
+        alone = ranks.run(case_life, 1, dense, [name], {})[0]
+        for first, second in zip(alone[name], together[name], strict=True):
+            np.testing.assert_array_equal(first, second)
+    assert np.abs(together["a"][3] - together["a"][7]).max() > 1e-3, "it learns"
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_layout_computes_what_one_rank_does(ranks, dense, name):
+    one = ranks.run(case_life, 1, dense, ["a", "b"], {})[0]
+    for found in ranks.run(case_life, 2, dense, ["a", "b"], LAYOUTS[name]):
+        for model in one:
+            for first, second in zip(one[model], found[model], strict=True):
+                np.testing.assert_allclose(first, second, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.long
+def test_experts_and_their_parallelism(ranks, tmp_path):
+    path = save_hf(tmp_path, "qwen3_moe", tied=False)
+    one = ranks.run(case_life, 1, path, ["a", "b"], {})[0]
+    for layout in ({"ep": 2}, {"trainer": {"expert_products": "grouped"}}):
+        found = ranks.run(case_life, 2 if "ep" in layout else 1, path, ["a", "b"], layout)[0]
+        for model in one:
+            for first, second in zip(one[model], found[model], strict=True):
+                np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-4)
+
+
+def case_snapshot(place, path, directory, names, layout, cut):
+    """A life of which a snapshot is made after `cut` calls, and that is put back to it after one more."""
+    with served(place, path, **layout) as trainer:
+        for name in names:
+            trainer.create(name, SPECS.get(name), SEEDS[name])
+        for i in range(cut):
+            for name in names:
+                part(trainer, name, i)
+        trainer.snapshot(directory)
+        for name in names:
+            part(trainer, name, cut)
+        trainer.restore(directory)
+        return {name: part(trainer, name, cut) for name in names}
+
+
+def case_restored(place, path, directory, names, layout, cut):
+    """Goes on from it in another trainer."""
+    with served(place, path, **layout) as trainer:
+        trainer.restore(directory)
+        with pytest.raises(UsageError, match="is there already"):
+            trainer.create(names[0], SPECS["a"], 0)
+        return {name: [part(trainer, name, i) for i in range(cut, 8)] for name in names}
+
+
+def check_snapshot(ranks, world, path, directory, names, layout, cut):
+    whole = ranks.run(case_life, world, path, names, layout)[0]
+    again = ranks.run(case_snapshot, world, path, directory, names, layout, cut)[0]
+    later = ranks.run(case_restored, world, path, directory, names, layout, cut)[0]
+    for name in names:
+        np.testing.assert_array_equal(again[name], whole[name][cut])
+        for first, second in zip(whole[name][cut:], later[name], strict=True):
+            np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.parametrize("cut", [pytest.param(1, marks=pytest.mark.long), pytest.param(4, marks=pytest.mark.long), 5])
+def test_a_snapshot_goes_on_bit_by_bit_also_between_two_backward_passes(ranks, dense, tmp_path, cut):
+    check_snapshot(ranks, 1, dense, tmp_path / "s", ["a", "b"], {}, cut)
+
+
+SEEDS["full"] = 3
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
+def test_a_snapshot_of_all_weights_goes_on_bit_by_bit(ranks, dense, tmp_path, dtype):
+    check_snapshot(ranks, 2, dense, tmp_path / "s", ["full"], LAYOUTS["distributed"] | {"dtype": dtype}, 5)
+
+
+def case_full(place, path):
+    """Log-probabilities of an adapter that does nothing yet, before all weights were trained and after."""
+    data = data_of(5)
+    with served(place, path) as trainer:
+        trainer.create("a", SPECS["a"], 1)
+        first = flat(trainer.forward("a", data, "ppo", {}, backward=False))
+        with pytest.raises(UsageError, match="'full' would train all weights.*'a'"):
+            trainer.create("full", None, 0)
+        trainer.drop("a")
+        trainer.create("full", None, 0)
+        with pytest.raises(UsageError, match="'full' trains all weights"):
+            trainer.create("a", SPECS["a"], 1)
+        trainer.forward("full", data, "ppo", {}, backward=True)
+        trainer.optim_step("full", ADAM)
+        moved = flat(trainer.forward("full", data, "ppo", {}, backward=False))
+        trainer.drop("full")
+        trainer.create("a", SPECS["a"], 1)
+        return first, moved, flat(trainer.forward("a", data, "ppo", {}, backward=True))
+
+
+def test_all_weights_are_one_model_alone_and_dropped_with_all_that_it_learnt(ranks, dense):
+    first, moved, after = ranks.run(case_full, 1, dense)[0]
+    assert np.abs(first - moved).max() > 1e-2
+    np.testing.assert_allclose(after, first, atol=1e-6)
+
+
+def look(trainer):
+    return flat(trainer.forward("a", data_of(6), "ppo", {}, backward=False))
+
+
+def go_on(trainer):
+    trainer.forward("a", data_of(6), "ppo", {}, backward=True)
+    trainer.optim_step("a", ADAM)
+    return look(trainer)
+
+
+def case_save(place, path, directory, layout):
+    """A step, saved; and what follows."""
+    with served(place, path, **layout) as trainer:
+        trainer.create("a", SPECS["a"], 1)
+        go_on(trainer)
+        trainer.save("a", directory / "with", optimizer=True)
+        trainer.save("a", directory / "without", optimizer=False)
+        return {"then": look(trainer), "next": go_on(trainer)}
+
+
+def case_load(place, path, directory, layout):
+    """What follows from each of what was saved."""
+    found = {}
+    with served(place, path, **layout) as trainer:
+        trainer.create("a", SPECS["a"], 7)
+        trainer.forward("a", data_of(6), "ppo", {}, backward=True)  # a gradient that loading drops
+        trainer.load("a", directory / "with", optimizer=True)
+        found["with: then"], found["with: next"] = look(trainer), go_on(trainer)
+        trainer.load("a", directory / "without", optimizer=False)
+        found["without: then"], found["anew: next"] = look(trainer), go_on(trainer)
+        trainer.load("a", directory / "with", optimizer=False)
+        found["weights of with: then"], found["weights of with: next"] = look(trainer), go_on(trainer)
+        for asked in ("without", "nothing"):
+            with pytest.raises(UsageError, match="no optimizer's state|is not there"):
+                trainer.load("a", directory / asked, optimizer=True)
+        trainer.create("b", SPECS["b"], 7)
+        with pytest.raises(UsageError, match="lora.rank = 4"):
+            trainer.load("b", directory / "with", optimizer=True)
+    return found
+
+
+@pytest.mark.parametrize("layout", [{}, LAYOUTS["tp"], pytest.param({"pp": 2}, marks=pytest.mark.long)])
+def test_saved_models_are_loaded_with_and_without_their_optimizer(ranks, dense, tmp_path, layout):
+    world = 2 if layout else 1
+    found = ranks.run(case_save, world, dense, tmp_path, layout)[0]
+    found |= ranks.run(case_load, world, dense, tmp_path, layout)[0]
+    for name in ("with: then", "without: then", "weights of with: then"):
+        np.testing.assert_array_equal(found[name], found["then"])
+    np.testing.assert_array_equal(found["with: next"], found["next"])
+    np.testing.assert_array_equal(found["anew: next"], found["weights of with: next"])
+    assert np.abs(found["anew: next"] - found["next"]).max() > 1e-3, "moments matter"
+
+
+TRAIN = {
+    "lora": {"rank": 4, "alpha": 6.0},
+    "algorithm": {"loss": "policy", "objective": {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2}},
+}
+KNOWN = [datum for i, datum in enumerate(data_of(8)) if i % 2]
+"""`train` knows no targets but the tokens."""
+
+
+def trained_batch() -> TrainBatch:
+    given = batch_of(KNOWN)
+    names = ("tokens", "lengths", "loss_mask", "rewards", "group_ids", "loss_weights", "advantages", "old_logprobs")
+    return TrainBatch(**{name: getattr(given, name) for name in names})
+
+
+def case_train(place, path, directory):
+    batch = trained_batch()
+    with closing(make_trainer(place, path, **TRAIN)) as trainer:
+        trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+        save_checkpoint(trainer, directory, {"step": 1})
+        logprobs = trainer.compute_logprobs([batch])[0][batch.loss_mask > 0]
+        return logprobs.numpy(), trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+
+
+def case_served(place, path, begin, directory):
+    with served(place, path) as trainer:
+        trainer.create("a", SPECS["a"], 7)
+        trainer.load("a", begin, optimizer=True)
+        out = trainer.forward("a", KNOWN, "ppo", {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}, backward=True)
+        step = trainer.optim_step("a", ADAM)
+        trainer.save("a", directory, optimizer=True)
+        moved = trainer.forward("a", KNOWN, "cispo", {}, backward=False)
+        return np.concatenate(out.logprobs), out.metrics, step, np.concatenate(moved.logprobs)
+
+
+def case_trained_on(place, path, begin):
+    batch = trained_batch()
+    with closing(make_trainer(place, path, **TRAIN)) as trainer:
+        load_adapters(trainer, begin)
+        return trainer.compute_logprobs([batch])[0][batch.loss_mask > 0].numpy()
+
+
+def test_a_step_is_that_of_train_and_each_begins_from_the_others_checkpoint(ranks, dense, tmp_path):
+    logprobs, metrics = ranks.run(case_train, 1, dense, tmp_path / "trained")[0]
+    same, out, step, moved = ranks.run(case_served, 1, dense, tmp_path / "trained", tmp_path / "served")[0]
+    tokens = trained_batch().num_loss_tokens
+    np.testing.assert_allclose(same, logprobs, atol=5e-6)  # other micro-batches
+    assert out["num_tokens"] == tokens
+    assert out["loss_sum"] / tokens == pytest.approx(metrics["train/loss"], rel=1e-6)
+    assert step["grad_norm"] / tokens == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
+    np.testing.assert_allclose(ranks.run(case_trained_on, 1, dense, tmp_path / "served")[0], moved, atol=5e-6)
+    assert np.abs(moved - same).max() > 1e-3
+
+
+def case_wrong(place, path):
+    with served(place, path) as trainer:
+        trainer.create("a", SPECS["a"], 1)
+        before = flat(trainer.forward("a", data_of(1), "ppo", {}, backward=False))
+        short, words = data_of(1)[0], []
+        wrong = [
+            [], [short.__class__(short.tokens, short.targets[:2], short.inputs)],
+            [short.__class__(short.tokens + 200, short.targets, short.inputs)],
+            [short.__class__(short.tokens, short.targets, {n: v * np.nan for n, v in short.inputs.items()})],
+            data_of(1, [64]), [*data_of(1, [3]), *data_of(1, [3], policy=False)],
+        ]  # fmt: skip
+        for data in wrong:
+            with pytest.raises(UsageError) as raised:
+                trainer.forward("a", data, "ppo", {}, backward=True)
+            words.append(str(raised.value))
+        for adam in (AdamParams(beta1=1.0), AdamParams(learning_rate=float("nan"))):
+            with pytest.raises(UsageError, match="expected"):
+                trainer.optim_step("a", adam)
+        with pytest.raises(UsageError, match="no model 'x'; there are: 'a'|no model 'x'"):
+            trainer.forward("x", data_of(1), "ppo", {}, backward=True)
+        with pytest.raises(UsageError, match="no engines"):
+            trainer.sync("a")
+        wild = data_of(1, [3])
+        wild[0].inputs["advantages"][:] = 3e38
+        trainer.forward("a", wild, "importance_sampling", {}, backward=True)
+        skipped = trainer.optim_step("a", ADAM)["skipped"]
+        return before, flat(trainer.forward("a", data_of(1), "ppo", {}, backward=False)), skipped, words
+
+
+def test_what_is_wrong_is_refused_by_name_and_changes_nothing(ranks, dense):
+    before, after, skipped, words = ranks.run(case_wrong, 1, dense)[0]
+    np.testing.assert_array_equal(before, after)
+    assert skipped == 1
+    for text, expected in zip(
+        words, ["no datum", "target_tokens has shape", "vocabulary", "not finite", "64 tokens", "lacks logprobs"],
+        strict=True,
+    ):  # fmt: skip
+        assert expected in text
