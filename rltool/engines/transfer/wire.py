@@ -193,14 +193,14 @@ def open_group(
 
 
 def _knock(address: str, port: int, seconds: float) -> None:
-    """ConnectionError naming both ends where the trainer's store cannot be reached: TCPStore itself asks for longer than
-    its timeout, and longer than the trainer waits for an answer."""
+    """ConnectionError naming both ends where the trainer's store cannot be reached: TCPStore itself asks for longer
+    than the trainer waits for an answer."""
     try:
         socket.create_connection((address, port), seconds).close()
     except OSError as error:
         raise ConnectionError(
-            f"host {socket.gethostname()} does not reach the trainer at {address}, port {port} ({error}): does a firewall "
-            "stand between them (weights.port_range), or is this another host's address there (weights.advertise_host)?"
+            f"host {socket.gethostname()} does not reach the trainer at {address}, port {port} ({error}): a firewall "
+            "between them (weights.port_range)? The address of another host there (weights.advertise_host)?"
         ) from error
 
 
