@@ -31,6 +31,7 @@ from rltool.config.loader import variants
 from rltool.config.router import RouterConfig
 from rltool.config.serve import ENGINES, EngineKind, ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.gateway.sampling import parameter_table
 from rltool.models.registry import FAMILIES
 
 DOCS = Path(__file__).resolve().parent
@@ -275,6 +276,8 @@ def configuration_page() -> str:
     for title, model, verbs in SECTIONS:
         lines += [f"## {title}", "", f"For {verbs}.", "", *class_text(model), *table(model), ""]
         lines += subsections(model)
+        if model is GatewayConfig:
+            lines += ["### What becomes of a request's parameters", "", parameter_table()]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.pool import Agents
-from rltool.agents.recorded import samples_of
+from rltool.agents.recorded import DEFAULT, Counted, Rules, count_turns, samples_of
 from rltool.agents.sessions import GatewayClient, OpenSession
 from rltool.agents.task import AgentTask, row_of
 from rltool.errors import EngineError
@@ -25,12 +25,13 @@ ABANDON_SECONDS = 5.0
 @dataclass(frozen=True)
 class AgentLimits:
     """at_once: episodes that run side by side; seconds: for one attempt of one of them; retries: further attempts of an
-    episode that failed, each in a session of its own; max_tokens: of a trajectory."""
+    episode that failed, each in a session of its own; max_tokens: of a trajectory; rules: what of it is trained."""
 
     at_once: int
     seconds: float
     retries: int
     max_tokens: int
+    rules: Rules = DEFAULT
 
 
 class AgentEpisodes:
@@ -47,7 +48,9 @@ class AgentEpisodes:
         self._agents, self._gateway, self._limits, self._refusal = agents, gateway, limits, refusal
         self._slots = asyncio.Semaphore(limits.at_once)
         self.counts: Counter[str] = Counter()
-        """Events since the start: agent_episodes, agent_retries, agent_failures, agent_branches."""
+        """Since the start: agent_episodes, agent_retries, agent_failures, agent_branches; agent_turns that are trained
+        in agent_rows of agent_tokens, of which agent_repeated_tokens are in another row too; and
+        agent_left_out_REASON_tokens."""
 
     async def __call__(self, group: list[Sample], context: GenerateContext) -> None:
         begun = [sample for sample in group if sample.status in (SampleStatus.PENDING, SampleStatus.ABORTED)]
@@ -78,11 +81,16 @@ class AgentEpisodes:
             await self._abandon(gateway, session)
             raise
         record = await gateway.end(session.id)
-        samples = samples_of(record, sample, result=result, max_tokens=self._limits.max_tokens)
+        counted = count_turns(record, result, self._limits.rules)
+        samples = samples_of(record, sample, result=result, max_tokens=self._limits.max_tokens, counted=counted)
         if not samples:
-            raise AgentFailed("it ended without asking the model for anything")
+            left_out = ", ".join(f"{tokens} {why}" for why, tokens in sorted(counted.left_out.items()))
+            raise AgentFailed(
+                f"none of its turns counts: tokens left out are {left_out}" if left_out
+                else "it ended without asking the model for anything"
+            )
         self._judge(samples)
-        self.counts["agent_branches"] += len(samples) - 1
+        self._count(counted)
         return samples
 
     def _task(self, session: OpenSession, sample: Sample, context: GenerateContext) -> AgentTask:
@@ -95,6 +103,16 @@ class AgentEpisodes:
             deadline=self._limits.seconds,
             seed=sample.seed or 0,
         )
+
+    def _count(self, counted: Counted) -> None:
+        self.counts.update(
+            agent_branches=len(counted.rows) - 1,
+            agent_rows=len(counted.rows),
+            agent_turns=sum(map(len, counted.rows.values())),
+            agent_tokens=counted.tokens(),
+            agent_repeated_tokens=counted.repeated,
+        )
+        self.counts.update({f"agent_left_out_{why}_tokens": tokens for why, tokens in counted.left_out.items()})
 
     def _judge(self, samples: list[Sample]) -> None:
         versions = {span.version for sample in samples for span in sample.versions}

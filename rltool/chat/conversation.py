@@ -28,7 +28,8 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """reasoning and tool_calls: of assistants only; tool_call_id: of a tool's answer."""
+    """reasoning and tool_calls: of assistants only; tool_call_id: of a tool's answer; stop: the text that ended a reply
+    of the model's, of which `text` has all before it."""
 
     role: Role
     text: str
@@ -36,6 +37,7 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
+    stop: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "", ()) or key == "text"}
@@ -55,6 +57,10 @@ class Conversation:
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
+    def characters(self) -> int:
+        return sum(len(message.text) + len(message.reasoning) for message in self.messages)
+
+    @property
     def tools_key(self) -> str:
         """Equal where the tools are equal, which the chat template writes before everything else; "" without any."""
         return hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest() if self.tools else ""
@@ -66,32 +72,38 @@ class RawPrompt:
 
     prompt: str | tuple[int, ...]
 
+    @property
+    def characters(self) -> int:
+        return len(self.prompt) if isinstance(self.prompt, str) else 0
+
 
 @dataclass(frozen=True)
 class Reply:
     """One answer of the model, parsed. finish_reason: "stop" or "length". raw: the text of all its tokens but the
-    final stop token."""
+    final stop token and what follows a stop text. logprobs: each token's text and log-probability, where they were
+    asked for."""
 
     message: Message
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     sampled_tokens: int
     raw: str
+    logprobs: tuple[tuple[str, float], ...] = ()
 
 
 def same_message(recorded: Message, sent: Message) -> bool:
     """Whether an agent's message is the recorded one.
 
     The model's messages come back as the agent's framework keeps them: reasoning left out, white space around the text
-    cut, the ids of tool calls replaced, arguments written anew. Everything else is compared exactly, for the engine has
-    read it.
+    cut, the stop text put behind it, the ids of tool calls replaced, arguments written anew. Everything else is
+    compared exactly, for the engine has read it.
     """
     if recorded.role != sent.role:
         return False
     if recorded.role != "assistant":
         return recorded.text == sent.text and recorded.name == sent.name
     return (
-        recorded.text.strip() == sent.text.strip()
+        sent.text.strip() in (recorded.text.strip(), (recorded.text + recorded.stop).strip())
         and sent.reasoning.strip() in ("", recorded.reasoning.strip())
         and [(call.name, call.arguments) for call in recorded.tool_calls]
         == [(call.name, call.arguments) for call in sent.tool_calls]

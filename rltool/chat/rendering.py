@@ -37,6 +37,7 @@ class Renderer:
         self.stop_ids = frozenset(tokenizer.stop_ids)
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer, self._parser, self._arguments = tokenizer, parser, dict(template_arguments)
+        self.longest_token = tokenizer.longest_token()
         self._closing = self._find_closing() if tokenizer.has_template else None
 
     def prompt(self, conversation: Conversation) -> Suffix:
@@ -83,6 +84,14 @@ class Renderer:
         """All that was sampled as text, special tokens too, without the final stop token."""
         stopped = bool(token_ids) and token_ids[-1] in self.stop_ids
         return self._tokenizer.decode_everything(token_ids[:-1] if stopped else token_ids)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text without special tokens, in which stop texts are looked for."""
+        return self._tokenizer.decode(token_ids)
+
+    def texts(self, token_ids: Sequence[int]) -> list[str]:
+        """Of each token alone."""
+        return [self._tokenizer.decode_everything([token]) for token in token_ids]
 
     def message(self, text: str, *, turn: str, tools: bool, reasoning_open: bool) -> Message:
         """The assistant's message in `text`; the ids of its tool calls are made of the turn's."""

@@ -57,7 +57,7 @@ def gateway(
     max_response_tokens: Annotated[int | None, typer.Option(help="Of one turn (default: 1024).")] = None,
     on_sampling: Annotated[
         str | None,
-        typer.Option(help="override or refuse requests that would change the distribution (default: override)."),
+        typer.Option(help="override or refuse requests for other sampling than the run's (default: refuse)."),
     ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Open at once (default: 10000).")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Of one session (default: 1000).")] = None,

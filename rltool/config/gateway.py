@@ -30,7 +30,7 @@ class GatewayConfig(Config):
     """How the model writes tool calls and reasoning; hermes is Qwen's form too."""
     template_arguments: dict[str, Any] = {}
     """Further arguments of the chat template, as JSON, such as {"enable_thinking": false}."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Of every request, whatever the agent asks; the trainer's `sampling.temperature` must be the same."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Of every request; as the trainer's."""
@@ -38,9 +38,9 @@ class GatewayConfig(Config):
     """Of every request; -1 keeps all tokens."""
     max_response_tokens: int = Field(default=1024, ge=1)
     """Of one turn; an agent may ask for fewer."""
-    on_sampling: Literal["override", "refuse"] = "override"
-    """What happens to a request that would change the distribution (temperature, penalties, a forced schema or tool):
-    it is served with the settings above and a header that names what was not followed, or refused."""
+    on_sampling: Literal["override", "refuse"] = "refuse"
+    """What happens to a request for another temperature, penalties, or a parameter that is not known: refused, or
+    served with the settings above and a header that names what was not followed."""
     max_sessions: int = Field(default=10_000, ge=1)
     """Sessions that are open at once."""
     max_turns: int = Field(default=1000, ge=1)

@@ -172,6 +172,15 @@ class RolloutConfig(Config):
     """agent: episodes that run side by side; of a command line that many processes."""
     agent_retries: int = Field(default=1, ge=0)
     """agent: further attempts of an episode that failed; then its sample counts as failed."""
+    on_sampling: Literal["override", "refuse"] = "refuse"
+    """agent: a request for another temperature than the run's, for penalties, or with a parameter that the gateway does
+    not know: refused, or served with the run's sampling."""
+    trajectory_selection: Literal["all", "longest", "last", "rewarded"] | OwnFunction = "all"
+    """agent: which trajectories of an episode are trained: the longest, that of its last turn, those with a turn that
+    was paid by itself (all where none was), or f(record) -> list[int], their numbers. What they share with one that is
+    not trained is trained with them."""
+    train_discarded: bool = False
+    """agent: train replies that the agent threw away (it sent the same messages again without them)."""
     gateway: str | None = None
     """agent: URL of a gateway that runs already, with the run's sampling and in front of its engines; None: the run
     starts one."""

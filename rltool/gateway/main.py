@@ -19,6 +19,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, Engines, FleetView, views_on_stdin
 from rltool.gateway.parts import Parts
+from rltool.gateway.planning import Rendering
 from rltool.gateway.registry import Sessions
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
 from rltool.gateway.store import SessionStore
@@ -37,13 +38,17 @@ async def gateway(
 ) -> AsyncIterator[web.Application]:  # fmt: skip
     """The gateway's application, while the block runs. Tests run it in their own loop. views: of a run's fleet, which
     is followed."""
-    tokenizer = load_tokenizer(
-        parts.tokenizer, stop_token_ids=parts.stop_token_ids, trust_remote_code=parts.trust_remote_code
-    )
+
+    def renderer() -> Renderer:
+        tokenizer = load_tokenizer(
+            parts.tokenizer, stop_token_ids=parts.stop_token_ids, trust_remote_code=parts.trust_remote_code
+        )
+        return Renderer(tokenizer, PARSERS[config.tool_parser], config.template_arguments)
+
     store = SessionStore(parts.sessions)
     model = Model(parts.served_name, config.aliases, parts.max_model_len)
-    with ThreadPoolExecutor(1, "tokenizer") as cpu:
-        renderer = Renderer(tokenizer, PARSERS[config.tool_parser], config.template_arguments)
+    with ThreadPoolExecutor(1, "tokenizer") as short, ThreadPoolExecutor(1, "long-prompts") as long:
+        rendering = Rendering(renderer, short, long)
         async with EngineClient() as client:
             engines = Engines(client, parts, deadline=config.turn_timeout, policy=policy)
             sessions = Sessions(
@@ -52,7 +57,7 @@ async def gateway(
                 idle_timeout=config.idle_timeout,
                 on_end=engines.plane.forget,
             )
-            turns = Turns(config, model, renderer=renderer, engines=engines, sessions=sessions, store=store, cpu=cpu)
+            turns = Turns(config, model, rendering=rendering, engines=engines, sessions=sessions, store=store)
             engines.start(views)
             try:
                 yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()
@@ -66,7 +71,8 @@ async def served(
 ) -> AsyncIterator[int]:
     """The application at its address, while the block runs; the port, where 0 was asked for."""
     runner = web.AppRunner(
-        app, access_log=None, shutdown_timeout=shutdown_seconds, keepalive_timeout=connections.IDLE_SECONDS
+        app, access_log=None, shutdown_timeout=shutdown_seconds, keepalive_timeout=connections.IDLE_SECONDS,
+        handler_cancellation=True,  # a turn ends with its client
     )
     await runner.setup()
     assert runner.server is not None, "setup makes it"

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from collections.abc import Callable
+from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeVar
 
 from rltool.chat.conversation import Conversation, Message, RawPrompt
 from rltool.chat.rendering import Renderer
@@ -16,6 +21,30 @@ EDITED = "the messages do not continue any recorded turn: the agent edited its h
 REWRITTEN = "the chat template writes earlier turns differently now, as templates that drop reasoning do"
 ANOTHER = "another continuation of a turn that was continued already"
 AFTER_STOP = "the prompt goes on where the model had stopped: its stop token is not part of it"
+
+
+LONG = 100_000
+"""Characters of a prompt above which it is tokenised beside the others: the gateway's other sessions do not wait."""
+T = TypeVar("T")
+
+
+class Rendering:
+    """Where templates and tokenizers run, off the event loop: one call at a time, and the long ones in a line of their
+    own. make: a renderer; one is not for two threads."""
+
+    def __init__(self, make: Callable[[], Renderer], short: Executor, long: Executor) -> None:
+        self._make, self._short, self._long = make, short, long
+        self.renderer = make()
+
+    @cached_property
+    def _for_long(self) -> Renderer:
+        return self._make()
+
+    async def run(self, prompt: Conversation | RawPrompt, work: Callable[[Renderer], T]) -> T:
+        loop = asyncio.get_running_loop()
+        if prompt.characters > LONG:
+            return await loop.run_in_executor(self._long, lambda: work(self._for_long))
+        return await loop.run_in_executor(self._short, work, self.renderer)
 
 
 @dataclass(frozen=True)

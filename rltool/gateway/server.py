@@ -7,6 +7,9 @@ GET    /status                                 counts                           
 GET    /health                                 200                                          none
 GET    /sessions/ID/v1/models                  the model's name                             the session's
 POST   /sessions/ID/v1/chat/completions, /completions, /responses, /messages                the session's
+POST   /sessions/ID/v1/messages/count_tokens   tokens of a prompt                           the session's
+POST   /sessions/ID/turns/TURN                 {"trained": false, "reward": 0.5}            the gateway's or its own
+       /sessions/ID/untrained/v1/...           as /sessions/ID/v1/..., for turns that are not trained
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from rltool.gateway.bodies import json_object
 from rltool.gateway.errors import BadRequest, NotFound, RequestError, TooLarge, Unauthorized
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.sampling import not_followed
-from rltool.gateway.session import Session
+from rltool.gateway.session import ASKED, Session
 from rltool.gateway.turns import Ended, Turns
 from rltool.processes.tasks import Background
 
@@ -54,6 +57,9 @@ APIS: dict[str, Api] = {
 }
 OVERRIDDEN_HEADER = "X-Rltool-Not-Followed"
 TRAJECTORY_HEADER = "X-Rltool-Trajectory"
+TURN_HEADER = "X-Rltool-Turn"
+TRAIN_HEADER = "X-Rltool-Train"
+"""Of a request: "false" for a turn that is not trained."""
 BRANCH_HEADER = "X-Rltool-Branch"
 
 logger = logging.getLogger(__name__)
@@ -69,7 +75,7 @@ class GatewayServer:
         self._queue = AgentQueue()
         self._background = Background()
         self._running: set[asyncio.Task[Ended]] = set()
-        """Turns, also of agents that have gone."""
+        """Turns in progress."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._config.max_body_bytes)
@@ -78,12 +84,16 @@ class GatewayServer:
         app.router.add_post("/sessions", _in_form_of(ChatApi(), self._open))
         app.router.add_get("/sessions/{id}", _in_form_of(ChatApi(), self._show))
         app.router.add_delete("/sessions/{id}", _in_form_of(ChatApi(), self._end))
-        app.router.add_get("/sessions/{id}/v1/models", _in_form_of(ChatApi(), self._models))
-        for path, api in APIS.items():
-            app.router.add_post(f"/sessions/{{id}}/v1{path}", _in_form_of(api, self._turn_handler(api)))
+        app.router.add_post("/sessions/{id}/turns/{turn}", _in_form_of(ChatApi(), self._mark))
+        for root in ("/sessions/{id}/v1", "/sessions/{id}/untrained/v1"):
+            app.router.add_get(f"{root}/models", _in_form_of(ChatApi(), self._models))
+            app.router.add_post(f"{root}/messages/count_tokens", _in_form_of(AnthropicApi(), self._count_tokens))
+            for path, api in APIS.items():
+                app.router.add_post(f"{root}{path}", _in_form_of(api, self._turn_handler(api)))
         agents = AgentRoutes(self._queue, self._demand_gateway_key)
         for method, path, handler in agents.routes():
             app.router.add_route(method, path, _in_form_of(ChatApi(), handler))
+        app.router.add_route("*", "/{path:.*}/messages/{rest:.*}", _in_form_of(AnthropicApi(), self._no_route))
         app.router.add_route("*", "/{path:.*}", _in_form_of(ChatApi(), self._no_route))
         app.cleanup_ctx.append(self._expiring)
         app.on_shutdown.append(lambda _: agents.close())
@@ -150,6 +160,27 @@ class GatewayServer:
         names = [{"id": n, "object": "model", "created": 0, "owned_by": "rltool"} for n in (model.name, *model.aliases)]
         return web.json_response({"object": "list", "data": names})
 
+    async def _mark(self, request: web.Request) -> web.Response:
+        session = self._owned(request)
+        body = await json_object(request)
+        trained, reward = body.get("trained"), body.get("reward")
+        if set(body) - {"trained", "reward"} or not isinstance(trained, bool | None):
+            raise BadRequest('a turn takes {"trained": true or false, "reward": number}, or one of them')
+        if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
+            raise BadRequest("reward must be a number", field="reward")
+        if session.ended is not None:
+            raise NotFound(f"session {session.id} has ended: {session.ended}")
+        session = self._sessions.find(session.id)
+        left_out = None if trained is None else "" if trained else ASKED
+        self._turns.mark(session, request.match_info["turn"], left_out=left_out, reward=reward)
+        return web.json_response(None)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        session = self._sessions.find(request.match_info["id"])
+        demand_key(session, _given_key(request))
+        asked = AnthropicApi().counted(await json_object(request))
+        return web.json_response({"input_tokens": await self._turns.count(session, asked)})
+
     async def _no_route(self, request: web.Request) -> web.Response:
         raise NotFound(f"there is no route {request.method} {request.path} here (docs/agents.md lists them)")
 
@@ -178,7 +209,7 @@ class GatewayServer:
         await self._background.close()
 
     async def _finish_turns(self, _: web.Application) -> None:
-        """Those whose agents have gone; the others' requests are waited for by the server."""
+        """They are recorded, and their clients get them."""
         if self._running:
             await asyncio.wait(self._running, timeout=SHUTDOWN_SECONDS)
 
@@ -189,21 +220,40 @@ class GatewayServer:
             session = self._sessions.find(request.match_info["id"])
             demand_key(session, _given_key(request))
             body = await json_object(request)
-            asked = api.parse(body)
             ignored = not_followed(
-                body, followed=api.followed, sampling=self._turns.sampling, on_sampling=self._config.on_sampling
+                api.name, body, sampling=self._turns.sampling, on_sampling=self._config.on_sampling
             )
+            asked = api.parse(body)
             headers = {OVERRIDDEN_HEADER: _header_text(", ".join(ignored))} if ignored else {}
-            turn = self._background.start(self._turns.run(session, api.name, asked, ignored), "turn", awaited=True)
+            left_out = "/untrained/v1/" in request.path or request.headers.get(TRAIN_HEADER, "").lower() == "false"
+            work = self._turns.run(session, api.name, asked, ignored, left_out=left_out)
+            turn = self._background.start(work, "turn", awaited=True)
             self._running.add(turn)
             turn.add_done_callback(self._running.discard)
-            if asked.stream:
-                return await _stream(request, api, turn, headers)
-            # An agent that goes away does not end the turn: what the engine samples is recorded.
-            ended = await asyncio.shield(turn)
-            return web.json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
+            received = False
+            try:
+                response = await (_stream if asked.stream else _whole)(request, api, turn, headers)
+                received = request.transport is not None and not request.transport.is_closing()
+                return response
+            finally:
+                if not turn.done():
+                    turn.cancel()
+                elif not received and not turn.cancelled() and turn.exception() is None:
+                    self._turns.unreceived(session, turn.result().record)
 
         return handle
+
+
+async def _whole(
+    request: web.Request, api: Api, turn: asyncio.Future[Ended], headers: dict[str, str]
+) -> web.StreamResponse:
+    """The whole answer, written here: an agent that has gone by then has not received it."""
+    await asyncio.wait((turn,))
+    ended = turn.result()
+    response = web.json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
+    await response.prepare(request)
+    await response.write_eof()
+    return response
 
 
 async def _record(session: Session) -> web.Response:
@@ -242,7 +292,7 @@ def _event_bytes(event: Event) -> bytes:
 
 def _branch_headers(ended: Ended) -> dict[str, str]:
     record = ended.record
-    found = {TRAJECTORY_HEADER: str(record.trajectory)}
+    found = {TRAJECTORY_HEADER: str(record.trajectory), TURN_HEADER: record.id}
     if record.reason:
         came_from = f"from trajectory {record.parent} at token {record.shared}" if record.parent is not None else "new"
         found[BRANCH_HEADER] = f"{came_from}; {record.reason}"

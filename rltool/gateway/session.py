@@ -13,13 +13,21 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rltool.chat.conversation import Conversation, starts_with
+from rltool.gateway.errors import NotFound
 from rltool.gateway.trajectory import Trajectory, Turn, TurnRecord, common_prefix
+
+UNRECEIVED = "unreceived"
+DISCARDED = "discarded"
+ASKED = "asked"
+"""Why a turn is left out of training: the client had gone before the answer was written; the agent sent the same
+messages again without the reply; the agent has said so."""
 
 
 @dataclass
 class Session:
     """id: 32 hex digits. key_digest: sha256 of its key, in hex. in_progress: turns that are being generated.
-    last_used: seconds of the registry's clock."""
+    last_used: seconds of the registry's clock. left_out: turn -> why it is not trained; rewards: turn -> what the agent
+    paid for it; open_ends: turns that nothing has continued."""
 
     id: str
     key_digest: str
@@ -28,6 +36,9 @@ class Session:
     trajectories: list[Trajectory] = field(default_factory=list)
     turns: list[TurnRecord] = field(default_factory=list)
     places: dict[str, Turn] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    rewards: dict[str, float] = field(default_factory=dict)
+    open_ends: set[str] = field(default_factory=set)
     in_progress: int = 0
     last_used: float = 0.0
     ended: str | None = None
@@ -95,8 +106,43 @@ class Session:
         trajectory = self.trajectories[record.trajectory]
         trajectory.add_context(record.context_ids)
         trajectory.add_sampled(record)
-        self.places[record.id] = self._place_after(record, len(trajectory.token_ids))
+        place = self._place_after(record, len(trajectory.token_ids))
+        self._discard(record, place)
+        self.places[record.id] = place
+        self.open_ends.add(record.id)
+        if record.left_out:
+            self.left_out[record.id] = ASKED
         self.turns.append(_without_tokens(record))
+
+    def mark(self, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
+        """What became of a turn; left_out "": it counts after all. NotFound for one that is not of this session."""
+        if turn not in self.places:
+            raise NotFound(f"session {self.id} has no turn {turn[:64]!r}")
+        if left_out:
+            self.left_out[turn] = left_out
+        elif left_out is not None:
+            self.left_out.pop(turn, None)
+        if reward is not None:
+            self.rewards[turn] = reward
+
+    def _discard(self, record: TurnRecord, place: Turn) -> None:
+        """Replies that the agent threw away: it had them when it sent the same messages again without them. One that is
+        continued later, as the best of several is, counts again."""
+        if record.base is not None:
+            self.open_ends.discard(record.base)
+            if self.left_out.get(record.base) == DISCARDED:
+                del self.left_out[record.base]
+        if not place.history or record.seconds is None:
+            return
+        sent, began = place.history[:-1], record.time - record.seconds
+        ended = {turn.id: turn.time for turn in self.turns if turn.id in self.open_ends}
+        for earlier in [self.places[turn] for turn, time in ended.items() if time <= began]:
+            asked = (earlier.history or ())[:-1]
+            if not asked or earlier.tools_key != place.tools_key or not starts_with(sent, asked):
+                continue
+            if len(sent) == len(asked) or sent[len(asked)].role != "assistant":
+                self.open_ends.discard(earlier.id)
+                self.left_out.setdefault(earlier.id, DISCARDED)
 
     def _place_after(self, record: TurnRecord, end: int) -> Turn:
         base = self.places[record.base] if record.base is not None else None
@@ -106,7 +152,8 @@ class Session:
         elif record.raw_prompt is not None and record.raw_reply is not None:
             raw = ((base.raw if base else None) or "") + record.raw_prompt + record.raw_reply
         stop_id = record.sampled_ids[-1] if record.stopped else None
-        return Turn(record.id, record.trajectory, end, stop_id, record.tools_key, history, raw)
+        start = end - len(record.sampled_ids)
+        return Turn(record.id, record.trajectory, start, end, stop_id, record.tools_key, history, raw)
 
     def to_json(self) -> dict[str, Any]:
         """The record that GET /sessions/ID gives."""
@@ -125,7 +172,8 @@ class Session:
             shown = record.to_json()
             for name in ("context_ids", "sampled_ids", "logprobs", "versions", "stopped", "tools_key"):
                 del shown[name]
-            yield shown | {"end": place.end}
+            why, reward = self.left_out.get(record.id, ""), self.rewards.get(record.id)
+            yield shown | {"start": place.start, "end": place.end, "left_out": why, "reward": reward}
 
 
 def _without_tokens(record: TurnRecord) -> TurnRecord:

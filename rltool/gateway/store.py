@@ -2,6 +2,7 @@
 
     {"event": "session", ...}    its first line
     {"event": "turn", ...}       trajectory.TurnRecord
+    {"event": "mark", ...}       what became of a turn (Session.mark)
     {"event": "ended", ...}      its last line
 
 What a killed gateway has written stays; a line that it was writing is cut off when the session is opened again.
@@ -41,6 +42,9 @@ class SessionStore:
     def turn(self, session_id: str, record: TurnRecord) -> None:
         self._append(session_id, {"event": "turn", **record.to_json()})
 
+    def mark(self, session_id: str, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
+        self._append(session_id, {"event": "mark", "turn": turn, "left_out": left_out, "reward": reward})
+
     def ended(self, session_id: str, reason: str, time: float) -> None:
         self._append(session_id, {"event": "ended", "reason": reason, "time": time})
 
@@ -65,6 +69,9 @@ class SessionStore:
                     case "turn":
                         assert session is not None
                         session.apply(TurnRecord.from_json(event))
+                    case "mark":
+                        assert session is not None
+                        session.mark(event["turn"], left_out=event["left_out"], reward=event["reward"])
                     case "ended":
                         assert session is not None
                         session.ended = event["reason"]

@@ -24,7 +24,8 @@ class TurnRecord:
     and versions are of the sampled ones. stopped: the last of them is a stop token. base: the turn whose history
     `messages` continue, or None; reason: why the turn does not simply extend a trajectory, or "".
     raw_prompt, raw_reply: of OpenAI Completions, the text behind that of the base, and the text that was sampled.
-    seconds: from the request until `time`; None in records of an earlier rltool.
+    seconds: from the request until `time`; None in records of an earlier rltool. left_out: the agent has said that the
+    turn is not trained.
     """
 
     id: str
@@ -49,11 +50,13 @@ class TurnRecord:
     raw_prompt: str | None = None
     raw_reply: str | None = None
     seconds: float | None = None
+    left_out: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in _PLAIN},
             "seconds": self.seconds,
+            "left_out": self.left_out,
             "context_ids": list(self.context_ids),
             "sampled_ids": list(self.sampled_ids),
             "logprobs": list(self.logprobs),
@@ -75,6 +78,7 @@ class TurnRecord:
             messages=tuple(map(Message.from_json, data["messages"])),
             reply=Message.from_json(data["reply"]) if data["reply"] else None,
             seconds=data.get("seconds"),
+            left_out=bool(data.get("left_out")),
         )
 
 
@@ -86,7 +90,7 @@ _PLAIN = (
 
 @dataclass(frozen=True)
 class Turn:
-    """A place at which a trajectory can go on: after a reply, at `end` tokens.
+    """A place at which a trajectory can go on: after a reply, which is tokens [start, end).
 
     history: all messages up to and with the reply; None for OpenAI Completions, whose whole text is `raw` (None where
     the prompt was token ids).
@@ -94,6 +98,7 @@ class Turn:
 
     id: str
     trajectory: int
+    start: int
     end: int
     stop_id: int | None
     tools_key: str

@@ -8,11 +8,9 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
-from rltool.chat.conversation import Conversation, Message, Reply
+from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams
@@ -20,16 +18,15 @@ from rltool.errors import EngineRejected
 from rltool.gateway.apis.base import Answer, Asked
 from rltool.gateway.errors import BadRequest, EnginesFailed, NotFound, TooMany
 from rltool.gateway.fleet import Engines
-from rltool.gateway.planning import ANOTHER, Plan, plan_turn
+from rltool.gateway.planning import ANOTHER, Plan, Rendering, plan_turn
 from rltool.gateway.registry import Sessions
-from rltool.gateway.session import Session
+from rltool.gateway.session import UNRECEIVED, Session
 from rltool.gateway.store import SessionStore
 from rltool.gateway.trajectory import TurnRecord
 from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.data_plane import PoisonousRequest, Trace
-
-T = TypeVar("T")
+from rltool.rollout.stop_strings import cut_at_stop
 
 
 @dataclass(frozen=True)
@@ -50,23 +47,22 @@ class Ended:
 
 
 class Turns:
-    """cpu: where templates and tokenizers run, one call at a time, so that a long conversation does not hold up any
-    stream."""
+    """clock: seconds since the epoch."""
 
     def __init__(
         self,
         config: GatewayConfig,
         model: Model,
         *,
-        renderer: Renderer,
+        rendering: Rendering,
         engines: Engines,
         sessions: Sessions,
         store: SessionStore,
-        cpu: Executor,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._config, self.model, self._renderer, self._engines = config, model, renderer, engines
-        self._sessions, self._store, self._cpu, self._clock = sessions, store, cpu, clock
+        self._config, self.model, self._rendering, self._engines = config, model, rendering, engines
+        self._renderer = renderer = rendering.renderer
+        self._sessions, self._store, self._clock = sessions, store, clock
         self.sampling = SamplingParams(
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
@@ -75,7 +71,8 @@ class Turns:
             stop_token_ids=tuple(sorted(renderer.stop_ids)),
         )
         self.counts: Counter[str] = Counter()
-        """Since the start: turns, sampled_tokens, branches, continued_requests."""
+        """Since the start: turns, sampled_tokens, branches, continued_requests, abandoned (their clients had gone
+        before their answer was written)."""
 
     @property
     def engine_counts(self) -> Counter[str]:
@@ -86,34 +83,65 @@ class Turns:
         """URL -> state; empty behind a router."""
         return {member.url: member.state.value for member in self._engines.fleet.members()}
 
-    async def run(self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...]) -> Ended:
-        """Generate, record, answer; in this order. Raises RequestError."""
+    async def run(
+        self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...], *, left_out: bool = False
+    ) -> Ended:
+        """Generate, record, answer; in this order. Cancelled, the engine is asked no longer, and nothing is recorded.
+        Raises RequestError."""
         self._check(session, asked)
         began = self._clock()
         session.in_progress += 1
         self._sessions.touch(session)
         try:
-            plan = await self._on_cpu(plan_turn, session, asked.prompt, self._renderer)
+            plan = await self._rendering.run(asked.prompt, lambda own: plan_turn(session, asked.prompt, own))
             sampled, engine = await self._generate(session.id, plan.prompt_ids, self._limited(plan, asked))
             turn_id = uuid.uuid4().hex
-            text, message = await self._on_cpu(self._read, sampled, plan, asked, turn_id)
-            record = self._record(
-                session, api, turn_id, plan, sampled, engine, asked, text, message, not_followed, began
-            )
+            said = await self._rendering.run(asked.prompt, lambda own: _read(own, sampled, plan, asked, turn_id))
+            record = self._record(session, _Sampled(api, turn_id, plan, sampled, engine, asked, said), began)
+            record = replace(record, not_followed=not_followed, left_out=left_out)
+            self._keep(session, record)
+        except asyncio.CancelledError:
+            self.counts["abandoned"] += 1
+            raise
         finally:
             session.in_progress -= 1
             self._sessions.touch(session)
         reply = Reply(
-            message=message,
+            message=said.message,
             finish_reason="length" if record.finish_reason == "length" else "stop",
             prompt_tokens=len(plan.prompt_ids),
             sampled_tokens=len(record.sampled_ids),
-            raw=text,
+            raw=said.shown,
+            logprobs=said.logprobs,
         )
         return Ended(Answer(turn_id, self.model.name, int(record.time), asked, reply), record)
 
+    def unreceived(self, session: Session, record: TurnRecord) -> None:
+        """Its client had gone before the answer was written."""
+        self.counts["abandoned"] += 1
+        if session.ended is None:
+            self.mark(session, record.id, left_out=UNRECEIVED)
+
+    def mark(self, session: Session, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
+        """See Session.mark."""
+        session.mark(turn, left_out=left_out, reward=reward)
+        self._store.mark(session.id, turn, left_out=left_out, reward=reward)
+
+    async def count(self, session: Session, asked: Asked) -> int:
+        """Tokens of the prompt, as a turn would have them now."""
+        self._check(session, asked)
+        plan = await self._rendering.run(asked.prompt, lambda own: plan_turn(session, asked.prompt, own))
+        return len(plan.prompt_ids)
+
     def _check(self, session: Session, asked: Asked) -> None:
         config = self._config
+        characters, most = asked.prompt.characters, self.model.max_model_len
+        if characters > most * self._renderer.longest_token:
+            raise BadRequest(
+                f"the prompt has {characters} characters, and the model's context is {most} tokens",
+                field="prompt" if isinstance(asked.prompt, RawPrompt) else "messages",
+                code="context_length_exceeded",
+            )
         if asked.model not in (self.model.name, *self.model.aliases):
             raise NotFound(
                 f"there is no model {asked.model!r} here: this gateway serves {self.model.name!r} "
@@ -139,7 +167,8 @@ class Turns:
                 field="messages" if isinstance(asked.prompt, Conversation) else "prompt",
                 code="context_length_exceeded",
             )
-        return replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens, asked.max_tokens or room))
+        most = min(room, self.sampling.max_tokens, asked.max_tokens or room)
+        return replace(self.sampling, max_tokens=most, stop=asked.stop)
 
     async def _generate(
         self, session_id: str, prompt_ids: array[int], sampling: SamplingParams
@@ -150,7 +179,13 @@ class Turns:
         async def generate(request: GenerateRequest) -> list[Completion]:
             nonlocal requests
             requests += 1
-            return await self._engines.plane.generate(replace(request, seed=None, session=session_id), trace=trace)
+            request = replace(request, seed=None, session=session_id)
+            completions = await self._engines.plane.generate(request, trace=trace)
+            if not request.sampling.stop:
+                return completions
+            return await self._rendering.run(
+                RawPrompt(()), lambda own: [cut_at_stop(one, request, own.decode) for one in completions]
+            )
 
         sample = Sample(0, 0, 0, list(prompt_ids))
         context = GenerateContext(generate, sampling, self._renderer.vocab_size, require_versions=False)
@@ -174,41 +209,23 @@ class Turns:
             raise EnginesFailed(f"the engines aborted this turn {MAX_CONTINUATIONS} times")
         return sample, trace.engine
 
-    def _read(self, sampled: Sample, plan: Plan, asked: Asked, turn_id: str) -> tuple[str, Message]:
-        text = self._renderer.said(sampled.response_ids)
-        tools = isinstance(asked.prompt, Conversation) and bool(asked.prompt.tools)
-        message = self._renderer.message(text, turn=turn_id, tools=tools, reasoning_open=plan.reasoning_open)
-        return text, message
-
-    def _record(
-        self,
-        session: Session,
-        api: str,
-        turn_id: str,
-        plan: Plan,
-        sampled: Sample,
-        engine: str | None,
-        asked: Asked,
-        text: str,
-        message: Message,
-        not_followed: tuple[str, ...],
-        began: float,
-    ) -> TurnRecord:
-        """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await, so
-        that nothing comes between."""
+    def _record(self, session: Session, turn: _Sampled, began: float) -> TurnRecord:
+        """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await from
+        here to `_keep`, so that nothing comes between."""
         if session.ended is not None:
             raise NotFound(f"session {session.id} has ended while this turn was generated: {session.ended}")
+        plan, sampled = turn.plan, turn.sampled
         prompt_ids: array[int] = plan.prompt_ids
         index, parent, shared = session.place(prompt_ids, plan.base, plan.cut)
         branches = index == len(session.trajectories) and bool(session.trajectories)
         sampled_ids = sampled.response_ids
-        chat = asked.prompt if isinstance(asked.prompt, Conversation) else None
+        chat = turn.asked.prompt if isinstance(turn.asked.prompt, Conversation) else None
         now = self._clock()
-        record = TurnRecord(
-            id=turn_id,
+        return TurnRecord(
+            id=turn.id,
             time=now,
             seconds=now - began,
-            api=api,
+            api=turn.api,
             trajectory=index,
             parent=parent,
             shared=shared,
@@ -220,18 +237,51 @@ class Turns:
             versions=tuple(sampled.versions),
             finish_reason="length" if sampled.status is SampleStatus.TRUNCATED else "stop",
             stopped=bool(sampled_ids) and sampled_ids[-1] in self._renderer.stop_ids,
-            engine=engine,
-            not_followed=not_followed,
+            engine=turn.engine,
             tools_key=chat.tools_key if chat else "",
             messages=plan.new_messages,
-            reply=message if chat else None,
+            reply=turn.said.message if chat else None,
             raw_prompt=plan.raw_prompt,
-            raw_reply=text if plan.raw_prompt is not None else None,
+            raw_reply=turn.said.text if plan.raw_prompt is not None else None,
         )
+
+    def _keep(self, session: Session, record: TurnRecord) -> None:
+        """On disk first."""
+        branches = record.trajectory == len(session.trajectories) and bool(session.trajectories)
         self._store.turn(session.id, record)
         session.apply(record)
-        self.counts.update(turns=1, sampled_tokens=len(sampled_ids), branches=int(branches))
-        return record
+        self.counts.update(turns=1, sampled_tokens=len(record.sampled_ids), branches=int(branches))
 
-    async def _on_cpu(self, function: Callable[..., T], *arguments: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._cpu, function, *arguments)
+
+@dataclass(frozen=True)
+class _Said:
+    """text: of all tokens; shown: what the agent gets of it, up to the stop text."""
+
+    text: str
+    shown: str
+    message: Message
+    logprobs: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    api: str
+    id: str
+    plan: Plan
+    sampled: Sample
+    engine: str | None
+    asked: Asked
+    said: _Said
+
+
+def _read(renderer: Renderer, sampled: Sample, plan: Plan, asked: Asked, turn_id: str) -> _Said:
+    text = renderer.said(sampled.response_ids)
+    found = [(at, stop) for stop in asked.stop if (at := text.find(stop)) >= 0]
+    at, stop = min(found, default=(len(text), ""))
+    shown = text[:at]
+    tools = isinstance(asked.prompt, Conversation) and bool(asked.prompt.tools)
+    message = renderer.message(shown, turn=turn_id, tools=tools, reasoning_open=plan.reasoning_open)
+    logprobs: tuple[tuple[str, float], ...] = ()
+    if asked.logprobs:
+        logprobs = tuple(zip(renderer.texts(sampled.response_ids), sampled.response_logprobs, strict=True))
+    return _Said(text, shown, replace(message, stop=stop), logprobs)

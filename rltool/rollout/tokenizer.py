@@ -54,6 +54,10 @@ class Tokenizer:
         theirs = other._hf.get_vocab()
         return next((token for token, number in self._hf.get_vocab().items() if theirs.get(token) != number), None)
 
+    def longest_token(self) -> int:
+        """Bytes that one token stands for, at most: a text of n characters has at least n divided by this."""
+        return max(len(token.encode()) for token in self._hf.get_vocab())
+
     @property
     def has_template(self) -> bool:
         return bool(self._hf.chat_template)

@@ -13,6 +13,7 @@ from rltool.chat.conversation import Conversation, Message, ToolCall
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
+from rltool.gateway.sampling import ApiName, with_tools
 
 ERROR_TYPES = {
     400: "invalid_request_error",
@@ -28,19 +29,21 @@ SERVER_TOOLS = "only tools that the agent runs itself are served"
 class AnthropicApi:
     """See rltool.gateway.apis.base.Api."""
 
-    name = "anthropic"
-    followed = frozenset({"model", "messages", "system", "tools", "stream", "max_tokens", "metadata", "service_tier"})
+    name: ApiName = "anthropic"
 
     def parse(self, body: Mapping[str, Any]) -> Asked:
+        if base.count(body, "max_tokens") is None:
+            raise BadRequest("max_tokens is required", field="max_tokens")
+        return self.counted(body)
+
+    def counted(self, body: Mapping[str, Any]) -> Asked:
+        """As `parse`, for messages/count_tokens, which has no max_tokens."""
         sent = base.items(body.get("messages"), "messages")
         if not sent:
             raise BadRequest("messages is empty", field="messages")
-        max_tokens = base.count(body, "max_tokens")
-        if max_tokens is None:
-            raise BadRequest("max_tokens is required", field="max_tokens")
         system = _system(body.get("system"))
         messages = [message for i, entry in enumerate(sent) for message in _messages(entry, f"messages[{i}]")]
-        tools = base.items(body.get("tools") or [], "tools")
+        tools = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
         thinking = body.get("thinking")
         return Asked(
             model=base.model_name(body),
@@ -48,7 +51,8 @@ class AnthropicApi:
                 (*system, *messages), tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
             ),
             stream=base.flag(body, "stream"),
-            max_tokens=max_tokens,
+            max_tokens=base.count(body, "max_tokens"),
+            stop=base.stop_texts(body, "stop_sequences"),
             # An agent that has not asked for thinking takes the first block for the answer.
             reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
         )
@@ -64,7 +68,7 @@ class AnthropicApi:
             for delta in deltas:
                 yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
             yield "content_block_stop", {"type": "content_block_stop", "index": index}
-        ended = {"stop_reason": _stop_reason(answer), "stop_sequence": None}
+        ended = {"stop_reason": _stop_reason(answer), "stop_sequence": _stopped_by(answer)}
         usage = {"output_tokens": answer.reply.sampled_tokens}
         yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
         yield "message_stop", {"type": "message_stop"}
@@ -73,8 +77,10 @@ class AnthropicApi:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def error(self, error: RequestError) -> dict[str, Any]:
-        kind = ERROR_TYPES.get(error.status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": str(error)}}
+        kind, said = ERROR_TYPES.get(error.status, "api_error"), str(error)
+        if error.code == "context_length_exceeded":  # the words that agents look for before they compact
+            said = f"prompt is too long: {said}"
+        return {"type": "error", "error": {"type": kind, "message": said}}
 
     def error_event(self, error: RequestError) -> Event:
         return "error", self.error(error)
@@ -89,7 +95,7 @@ class AnthropicApi:
             "model": answer.model,
             "content": content,
             "stop_reason": stop_reason,
-            "stop_sequence": None,
+            "stop_sequence": _stopped_by(answer) if stop_reason else None,
             "usage": {"input_tokens": answer.reply.prompt_tokens, "output_tokens": output_tokens},
         }
 
@@ -123,7 +129,13 @@ def _as_stream(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, An
 def _stop_reason(answer: Answer) -> str:
     if answer.reply.finish_reason == "length":
         return "max_tokens"
-    return "tool_use" if answer.reply.message.tool_calls else "end_turn"
+    if answer.reply.message.tool_calls:
+        return "tool_use"
+    return "stop_sequence" if answer.reply.message.stop else "end_turn"
+
+
+def _stopped_by(answer: Answer) -> str | None:
+    return answer.reply.message.stop or None if _stop_reason(answer) == "stop_sequence" else None
 
 
 def _system(system: Any) -> tuple[Message, ...]:

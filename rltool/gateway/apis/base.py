@@ -9,12 +9,14 @@ from typing import Any, Protocol
 from rltool.chat.conversation import Conversation, RawPrompt, Reply
 from rltool.engines.types import TEXT_ALONE
 from rltool.gateway.errors import BadRequest, RequestError
+from rltool.gateway.sampling import ApiName
 
 
 @dataclass(frozen=True)
 class Asked:
     """A request, read. model: the name that it gives; max_tokens: None where the agent leaves it to us; include_usage:
-    a last chunk with token counts (OpenAI); reasoning: whether the reply shows the model's thinking."""
+    a last chunk with token counts (OpenAI); reasoning: whether the reply shows the model's thinking; stop: texts that
+    end it; logprobs: whether the reply has those of its tokens."""
 
     model: str
     prompt: Conversation | RawPrompt
@@ -22,6 +24,8 @@ class Asked:
     max_tokens: int | None
     include_usage: bool = False
     reasoning: bool = True
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,9 @@ Event = tuple[str | None, Mapping[str, Any] | str]
 
 
 class Api(Protocol):
-    """followed: fields of the body that are read here, or that do not change what the model generates."""
+    """name: as in gateway/sampling.py, which says what becomes of each field of a body."""
 
-    name: str
-    followed: frozenset[str]
+    name: ApiName
 
     def parse(self, body: Mapping[str, Any]) -> Asked:
         """Raises BadRequest."""
@@ -66,6 +69,7 @@ class Api(Protocol):
         ...
 
 
+MOST_STOPS = 16
 PING_COMMENT = b": waiting\n\n"
 """A comment line, which every reader of server-sent events skips."""
 
@@ -108,6 +112,15 @@ def count(body: Mapping[str, Any], *fields: str) -> int | None:
                 raise BadRequest(f"{field} must be at least 1, not {value}", field=field)
             return value
     return None
+
+
+def stop_texts(body: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """One text, or a list of them; empty ones are none."""
+    sent = body.get(field)
+    found = [sent] if isinstance(sent, str) else items(sent or [], field)
+    if len(found) > MOST_STOPS:
+        raise BadRequest(f"{field} has {len(found)} texts, {MOST_STOPS} are served", field=field)
+    return tuple(entry for i, entry in enumerate(found) if text(entry, f"{field}[{i}]"))
 
 
 def model_name(body: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
+from rltool.gateway.sampling import ApiName, with_tools
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -20,18 +21,14 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 class ChatApi:
     """See rltool.gateway.apis.base.Api."""
 
-    name = "chat"
-    followed = frozenset(
-        {"model", "messages", "tools", "stream", "stream_options", "max_tokens", "max_completion_tokens"}
-        | {"user", "metadata", "store", "seed", "service_tier", "safety_identifier", "prompt_cache_key"}
-    )
+    name: ApiName = "chat"
 
     def parse(self, body: Mapping[str, Any]) -> Asked:
         sent = base.items(body.get("messages"), "messages")
         if not sent:
             raise BadRequest("messages is empty", field="messages")
         messages = tuple(_message(entry, f"messages[{i}]") for i, entry in enumerate(sent))
-        tools = base.items(body.get("tools") or [], "tools")
+        tools = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
         options = base.record(body.get("stream_options") or {}, "stream_options")
         return Asked(
             model=base.model_name(body),
@@ -39,6 +36,8 @@ class ChatApi:
             stream=base.flag(body, "stream"),
             max_tokens=base.count(body, "max_completion_tokens", "max_tokens"),
             include_usage=base.flag(options, "include_usage"),
+            stop=base.stop_texts(body, "stop"),
+            logprobs=base.flag(body, "logprobs"),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -49,7 +48,8 @@ class ChatApi:
             message["reasoning_content"] = said.reasoning
         if said.tool_calls:
             message["tool_calls"] = [_call(call) for call in said.tool_calls]
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(answer.reply)}
+        choice = {"index": 0, "message": message, "logprobs": _logprobs(answer)}
+        choice["finish_reason"] = finish_reason(answer.reply)
         return _envelope(answer, "chat.completion", [choice]) | {"usage": usage(answer.reply)}
 
     def events(self, answer: Answer) -> Iterator[Event]:
@@ -59,7 +59,10 @@ class ChatApi:
             choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
             return None, _envelope(answer, "chat.completion.chunk", [choice])
 
-        yield chunk({"role": "assistant", "content": ""})
+        first, data = chunk({"role": "assistant", "content": ""})
+        assert isinstance(data, dict)
+        data["choices"][0]["logprobs"] = _logprobs(answer)
+        yield first, data
         if said.reasoning:
             yield chunk({"reasoning_content": said.reasoning})
         if said.text:
@@ -86,6 +89,16 @@ class ChatApi:
 
 def finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
+
+
+def _logprobs(answer: Answer) -> dict[str, Any] | None:
+    if not answer.asked.logprobs:
+        return None
+    tokens = [
+        {"token": said, "logprob": value, "bytes": list(said.encode("utf-8", "surrogatepass")), "top_logprobs": []}
+        for said, value in answer.reply.logprobs
+    ]
+    return {"content": tokens, "refusal": None}
 
 
 def usage(reply: Reply) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import usage
 from rltool.gateway.errors import BadRequest, RequestError
+from rltool.gateway.sampling import ApiName
 
 
 class CompletionsApi:
     """See rltool.gateway.apis.base.Api."""
 
-    name = "completions"
-    followed = frozenset({"model", "prompt", "stream", "stream_options", "max_tokens", "user", "seed"})
+    name: ApiName = "completions"
 
     def parse(self, body: Mapping[str, Any]) -> Asked:
         options = base.record(body.get("stream_options") or {}, "stream_options")
@@ -29,6 +29,7 @@ class CompletionsApi:
             stream=base.flag(body, "stream"),
             max_tokens=base.count(body, "max_tokens"),
             include_usage=base.flag(options, "include_usage"),
+            stop=base.stop_texts(body, "stop"),
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:

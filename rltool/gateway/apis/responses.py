@@ -14,6 +14,7 @@ from rltool.gateway.apis import base, responses_stream
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import ROLES, parse_arguments
 from rltool.gateway.errors import BadRequest, RequestError
+from rltool.gateway.sampling import ApiName, with_tools
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -21,22 +22,15 @@ TEXT_PARTS = ("input_text", "output_text", "text")
 class ResponsesApi:
     """See rltool.gateway.apis.base.Api."""
 
-    name = "responses"
-    followed = frozenset(
-        {"model", "input", "instructions", "tools", "stream", "stream_options", "max_output_tokens", "store", "include"}
-        | {"user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"}
-    )
+    name: ApiName = "responses"
 
     def parse(self, body: Mapping[str, Any]) -> Asked:
-        for field in ("previous_response_id", "conversation", "prompt"):
-            if body.get(field) is not None:
-                raise BadRequest(
-                    f"{field} is not served: send the whole input with each request", field=field, code="unsupported"
-                )
+        if "message.output_text.logprobs" in base.items(body.get("include") or [], "include"):
+            raise BadRequest("include: log-probabilities are served by chat alone", field="include", code="unsupported")
         instructions = body.get("instructions")
         system = (Message("system", base.text(instructions, "instructions")),) if instructions else ()
         messages = (*system, *_input(body.get("input")))
-        tools = base.items(body.get("tools") or [], "tools")
+        tools = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
         return Asked(
             model=base.model_name(body),
             prompt=Conversation(messages, tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))),

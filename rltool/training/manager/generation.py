@@ -8,9 +8,13 @@ from pathlib import Path
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
 from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
 from rltool.agents.pool import Agents, load_agents
+from rltool.agents.recorded import Rules
 from rltool.agents.remote import RemoteAgents
 from rltool.agents.sessions import GatewayClient
 from rltool.config.gateway import GatewayConfig
+from rltool.config.import_path import load_callable
+from rltool.config.own_functions import named as named_function
+from rltool.config.rollout import RolloutConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.endpoints import EngineEndpoint
@@ -28,6 +32,21 @@ PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
 """For a gateway that is being started again; GATEWAY_SECONDS end it."""
 GATEWAY_SECONDS = 60.0
 """For a session to be opened or ended, a restart of the gateway in between included."""
+
+
+COUNTS = (
+    *("agent_episodes", "agent_retries", "agent_failures", "agent_branches", "agent_rows", "agent_turns"),
+    *("agent_tokens", "agent_repeated_tokens"),
+    *(f"agent_left_out_{why}_tokens" for why in ("unreceived", "discarded", "asked", "selection")),
+)
+
+
+def _rules(config: RolloutConfig) -> Rules:
+    named = config.trajectory_selection
+    if named in ("all", "longest", "last", "rewarded"):
+        return Rules(named, config.train_discarded)
+    function = load_callable(named, setting="rollout.trajectory_selection", takes=("record",))
+    return Rules(named_function(function, f"rollout.trajectory_selection = {named!r}"), config.train_discarded)
 
 
 class Generation:
@@ -59,6 +78,7 @@ class Generation:
             seconds=config.deadlines.agent,
             retries=config.rollout.agent_retries,
             max_tokens=config.sampling.max_prompt_tokens + config.sampling.max_response_tokens,
+            rules=_rules(config.rollout),
         )
         return AgentEpisodes(self._agents, self._opened, limits, refusal)
 
@@ -128,6 +148,7 @@ class Generation:
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_response_tokens=rollout.max_turn_tokens or sampling.max_response_tokens,
+            on_sampling=rollout.on_sampling,
             max_turns=rollout.max_turns,
             turn_timeout=self._config.deadlines.generate,
             idle_timeout=2 * self._config.deadlines.agent,
@@ -137,10 +158,14 @@ class Generation:
         """Counts since the start, for runs with agents."""
         if self._episodes is None:
             return {}
-        counts = {"agent_episodes": 0, "agent_retries": 0, "agent_failures": 0, "agent_branches": 0}
-        counts |= self._episodes.counts
+        counts = dict.fromkeys(COUNTS, 0) | self._episodes.counts
         counts["gateway_restarts"] = self._process.counts["gateway_restarts"] if self._process is not None else 0
-        return {f"rollout/{name}_total": float(count) for name, count in counts.items()}
+        rows, tokens = counts["agent_rows"], counts["agent_tokens"]
+        shares = {
+            "rollout/agent_turns_per_row": counts["agent_turns"] / rows if rows else 0.0,
+            "rollout/agent_repeated_share": counts["agent_repeated_tokens"] / tokens if tokens else 0.0,
+        }
+        return {f"rollout/{name}_total": float(count) for name, count in counts.items()} | shares
 
     async def close(self) -> None:
         if self._agents is not None:

@@ -8,6 +8,8 @@ import anthropic
 import openai
 import pytest
 
+from tests.contract.gateway.running import Gateway
+
 ADD = {
     "type": "object",
     "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
@@ -275,11 +277,71 @@ def test_models_are_listed(gpt):
     assert [model.id for model in gpt.models.list()] == ["policy"]
 
 
-def test_the_runs_sampling_wins_and_says_so(gpt, engine):
-    reply = gpt.chat.completions.with_raw_response.create(
-        model="policy", messages=[{"role": "user", "content": "hi"}], temperature=0.0, stop=["x"], tool_choice="auto"
-    )
-    assert reply.headers["x-rltool-not-followed"] == "stop, temperature"
+def test_the_runs_sampling_wins_and_says_so(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"on_sampling": "override"}) as gateway:
+        session = gateway.open()
+        client = openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0)
+        reply = client.chat.completions.with_raw_response.create(
+            model="policy", messages=[{"role": "user", "content": "hi"}], temperature=0.0, tool_choice="auto"
+        )
+    assert reply.headers["x-rltool-not-followed"] == "temperature"
     [body] = [r.body for r in engine.requests if r.path == "/rltool/generate"]
     assert body["sampling_params"]["temperature"] == 1.0
     assert reply.parse().choices[0].message.content == "fine"
+
+
+def test_stop_texts_cut_and_are_trained_and_the_conversation_goes_on_with_or_without_them(
+    gateway, session, gpt, claude, engine, words
+):
+    """ReAct's way, and smolagents': it puts the stop text behind the reply itself."""
+    for text in ("Thought: add\nObservation: 7", "<code>1 + 1</code> and on", "fine"):
+        engine.script.append(words.spell(text))
+    messages = [{"role": "user", "content": "2 + 3?"}]
+    for stop, behind in ("Observation:", ""), (["</nothing>", "</code>"], "</code>"), (None, ""):
+        options = {"stop": stop} if stop else {}
+        said = gpt.chat.completions.create(model="policy", messages=messages, **options).choices[0]
+        assert said.finish_reason == "stop"
+        messages += [
+            {"role": "assistant", "content": said.message.content + behind}, {"role": "user", "content": "Go on."},
+        ]  # fmt: skip
+    assert [m["content"] for m in messages[1::2]] == ["Thought: add\n", "<code>1 + 1</code>", "fine"]
+    trajectory = one_trajectory(gateway, session, engine)
+    text = words.text(sampled(trajectory))
+    assert text == "Thought: add\nObservation:<code>1 + 1</code>fine<|im_end|>"
+    engine.script.append(words.spell("one, two, three"))
+    said = claude.messages.create(
+        model="policy", max_tokens=99, stop_sequences=["two"], messages=[{"role": "user", "content": "count"}]
+    )
+    assert (said.stop_reason, said.stop_sequence, said.content[0].text) == ("stop_sequence", "two", "one, ")
+
+
+def test_tokens_are_counted_as_a_turn_would_have_them(gateway, session, claude, engine):
+    asked = {"model": "policy", "system": "be brief", "messages": [{"role": "user", "content": "hello"}]}
+    counted = claude.messages.count_tokens(**asked, tools=[CLAUDE_TOOL]).input_tokens
+    claude.messages.create(**asked, tools=[CLAUDE_TOOL], max_tokens=9)
+    assert counted == len(engine.asked()[0])
+    assert len(gateway.record(session)["turns"]) == 1
+    wrong = gateway.http("POST", f"/sessions/{session['id']}/v1/messages/batches", key=session["key"], json={})
+    assert wrong.json()["type"] == "error" and wrong.json()["error"]["type"] == "not_found_error"
+
+
+def test_log_probabilities_of_a_chat_are_those_recorded(gateway, session, gpt, engine):
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "logprobs": True}
+    said = gpt.chat.completions.create(**asked).choices[0].logprobs.content
+    with gpt.chat.completions.stream(**asked) as stream:
+        streamed = stream.get_final_completion().choices[0].logprobs.content
+    assert "".join(token.token for token in said) == "fine<|im_end|>"
+    [first, second] = gateway.record(session)["trajectories"]
+    for tokens, trajectory in (said, first), (streamed, second):
+        recorded = [p for p, m in zip(trajectory["logprobs"], trajectory["loss_mask"], strict=True) if m]
+        assert [token.logprob for token in tokens] == pytest.approx(recorded, abs=0)
+
+
+def test_what_is_refused_is_an_error_of_the_client_that_names_the_parameter(gpt):
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    refused = {"n": 2, "temperature": 0.0, "response_format": schema, "top_logprobs": 2, "tool_choice": "required"}
+    for name, value in refused.items():
+        with pytest.raises(openai.BadRequestError) as error:
+            gpt.chat.completions.create(**asked, **{name: value})
+        assert error.value.param == name

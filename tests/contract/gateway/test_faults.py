@@ -7,14 +7,19 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 import requests
+from aiohttp import web
 
+from rltool.chat.rendering import Renderer
 from rltool.engines.client import EngineClient
 from rltool.engines.types import ROUTING_KEY_HEADER
+from rltool.gateway import planning
 from rltool.gateway.errors import NotRecorded
+from rltool.gateway.server import TURN_HEADER
 from rltool.gateway.store import SessionStore
 from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
@@ -151,8 +156,8 @@ def test_a_session_has_only_so_many_tokens(engine, tokenizer_dir, tmp_path):
         assert error_of(post(gateway, session, json=HI))["code"] == "session_limit"
 
 
-def test_sampling_may_be_refused(engine, tokenizer_dir, tmp_path):
-    with Gateway(tmp_path, tokenizer_dir, [engine], {"on_sampling": "refuse", "temperature": 0.8}) as gateway:
+def test_another_temperature_than_the_run_s_is_refused(engine, tokenizer_dir, tmp_path):
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"temperature": 0.8}) as gateway:
         session = gateway.open()
         assert post(gateway, session, json=HI | {"temperature": 0.8}).status_code == 200
         refused = post(gateway, session, json=HI | {"temperature": 0.9})
@@ -270,19 +275,95 @@ def test_the_session_is_the_routing_key(gateway, session, monkeypatch):
 # -- the agent and the gateway
 
 
-def test_an_agent_that_goes_away_loses_nothing_that_is_sampled(gateway, session, engine):
-    engine.seconds = 100.0  # for 1024 tokens: half a second for these
+def gone(session, **options) -> None:
+    """A client that asks, and hangs up after a tenth of a second."""
     with (
         openai.OpenAI(
             base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=0.1
         ) as client,
         pytest.raises(openai.APITimeoutError),
     ):
+        client.chat.completions.create(**HI, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_whose_client_hangs_up_is_ended_at_the_engine_and_not_recorded(gateway, session, engine, stream):
+    engine.seconds = 60_000.0  # for 1024 tokens: minutes for these
+    gone(session, stream=stream)
+    until(lambda: gateway.http("GET", "/status").json()["turns"].get("abandoned") == 1)
+    until(lambda: not engine.batch.running)
+    engine.seconds = 0.0
+    assert post(gateway, session, json=HI).status_code == 200
+    assert [turn["left_out"] for turn in gateway.record(session)["turns"]] == [""]
+
+
+def test_a_turn_that_ended_and_could_not_be_written_is_marked(gateway, session, monkeypatch):
+    plain = web.Response.write_eof
+
+    async def fails(self, *arguments):
+        if TURN_HEADER in self.headers:
+            raise ConnectionResetError
+        await plain(self, *arguments)
+
+    monkeypatch.setattr(web.Response, "write_eof", fails)
+    with (
+        openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0, timeout=2) as client,
+        pytest.raises(openai.APIError),
+    ):
         client.chat.completions.create(**HI)
-    deadline = time.monotonic() + 30
-    while not (turns := gateway.record(session)["turns"]) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert len(turns) == 1
+    monkeypatch.undo()
+    until(lambda: [turn["left_out"] for turn in gateway.record(session)["turns"]] == ["unreceived"])
+    assert post(gateway, session, json=HI).status_code == 200
+    assert [turn["left_out"] for turn in gateway.record(session)["turns"]] == ["unreceived", ""]
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised(gateway, session, monkeypatch):
+    monkeypatch.setattr(Renderer, "prompt", None)
+    huge = [{"role": "user", "content": "x" * 7_000_000}]
+    refused = post(gateway, session, json=HI | {"messages": huge})
+    assert (refused.status_code, error_of(refused)["code"]) == (400, "context_length_exceeded")
+    said = {"model": "policy", "max_tokens": 9, "messages": huge}
+    assert "prompt is too long" in post(gateway, session, "/messages", json=said).json()["error"]["message"]
+
+
+def test_a_long_prompt_holds_up_no_other_session(engine, tokenizer_dir, tmp_path, monkeypatch):
+    plain, inside, go_on = Renderer.prompt, threading.Event(), threading.Event()
+
+    def slow(self, conversation):
+        if conversation.characters > 1000:
+            inside.set()
+            assert go_on.wait(60)
+        return plain(self, conversation)
+
+    monkeypatch.setattr(Renderer, "prompt", slow)
+    monkeypatch.setattr(planning, "LONG", 1000)
+    with Gateway(tmp_path, tokenizer_dir, [engine]) as gateway, ThreadPoolExecutor(1) as beside:
+        long = HI | {"messages": [{"role": "user", "content": "hello" * 300}]}
+        waiting = beside.submit(post, gateway, gateway.open(), json=long)
+        assert inside.wait(60)
+        assert post(gateway, gateway.open(), json=HI).status_code == 200
+        go_on.set()
+        assert waiting.result().status_code == 200
+
+
+def test_turns_are_marked_by_header_by_base_url_and_by_a_route(gateway, session, engine, words):
+    url = session["openai_base_url"]
+    untrained = url.replace("/v1", "/untrained/v1")
+    for base, headers in ((url, {"X-Rltool-Train": "false"}), (untrained, {}), (url, {}), (url, {})):
+        with openai.OpenAI(base_url=base, api_key=session["key"], default_headers=headers) as client:
+            number = engine.asked().__len__()
+            client.chat.completions.create(model="policy", messages=[{"role": "user", "content": f"task {number}"}])
+    turns = gateway.record(session)["turns"]
+    assert [turn["left_out"] for turn in turns] == ["asked", "asked", "", ""]
+    route = f"/sessions/{session['id']}/turns/"
+    assert gateway.http("POST", route + turns[2]["id"], key=session["key"], json={"reward": 0.5}).status_code == 200
+    assert gateway.http("POST", route + turns[3]["id"], json={"trained": False, "reward": 2}).status_code == 200
+    assert gateway.http("POST", route + turns[0]["id"], json={"trained": True}).status_code == 200
+    assert gateway.http("POST", route + "0" * 32, json={"trained": True}).status_code == 404
+    for wrong in ({"trained": "no"}, {"reward": "high"}, {"rewards": 1}):
+        assert gateway.http("POST", route + turns[0]["id"], json=wrong).status_code == 400
+    found = [(turn["left_out"], turn["reward"]) for turn in gateway.record(session)["turns"]]
+    assert found == [("", None), ("asked", None), ("", 0.5), ("asked", 2)]
 
 
 def test_a_gateway_that_was_killed_resumes_its_sessions(engine, tokenizer_dir, tmp_path, words):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import select
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from rltool.agents import pool
 from rltool.agents.episodes import AgentEpisodes, AgentLimits
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.pool import CommandAgents, FunctionAgents, check_agent, load_agents
-from rltool.agents.recorded import samples_of, seconds_between_turns
+from rltool.agents.recorded import Rules, count_turns, samples_of, seconds_between_turns
 from rltool.agents.sessions import OpenSession
 from rltool.agents.task import AgentTask, row_of
 from rltool.config.algorithm import AlgorithmConfig
@@ -65,8 +66,9 @@ def test_an_agents_tools_have_the_time_in_which_nothing_was_asked_of_the_model()
         for i, (end, seconds) in enumerate([(10.0, 4.0), (13.0, 2.0), (12.5, 1.0), (18.0, 1.0)])
     ]
     assert seconds_between_turns(turns) == 1.0 + 4.0
-    record = {"trajectories": [trajectory("01"), trajectory("011")], "turns": turns}
-    assert [s.tool_seconds for s in samples_of(record, pending(), result=1.0, max_tokens=9)] == [5.0, None]
+    record = {"trajectories": [trajectory("1")] * 4, "turns": turns}
+    found = [s.tool_seconds for s in samples_of(record, pending(), result=1.0, max_tokens=9)]
+    assert found == [5.0, None, None, None]
     assert seconds_between_turns([*turns, {"time": 20.0, "seconds": None}]) is None, "of an earlier rltool"
     assert seconds_between_turns([]) is None
 
@@ -82,6 +84,80 @@ def test_every_trajectory_is_one_and_what_was_not_sampled_is_none():
 def test_a_trajectory_that_the_trainer_cannot_take_fails():
     [sample] = samples_of({"trajectories": [trajectory("0011")]}, pending(), result=1.0, max_tokens=3)
     assert sample.status is SampleStatus.FAILED and "4 tokens is longer" in sample.failure
+
+
+def session_of(*turns: tuple[int, int, int, str, float | None], parents: dict[int, tuple[int, int]]) -> dict[str, Any]:
+    """turns: (trajectory, start, end, left_out, reward); parents: trajectory -> (parent, shared)."""
+    trajectories = []
+    for index in range(1 + max(turn[0] for turn in turns)):
+        parent, shared = parents.get(index, (None, 0))
+        end = max(turn[2] for turn in turns if turn[0] == index)
+        mask = [int(any(t == index and a <= i < b for t, a, b, *_ in turns)) for i in range(end)]
+        made = trajectory("".join(map(str, mask)), first=100 * index)
+        if parent is not None:
+            made["token_ids"][:shared] = trajectories[parent]["token_ids"][:shared]
+        trajectories.append(made | {"parent": parent, "shared": shared})
+    names = ("trajectory", "start", "end", "left_out", "reward")
+    rows = [dict(zip(names, turn, strict=True)) | {"finish_reason": "stop"} for turn in turns]
+    return {"trajectories": trajectories, "turns": rows}
+
+
+def rows_of(record: dict[str, Any], **rules: Any) -> tuple[list[tuple[int, str]], dict[str, int], int]:
+    """(first token, mask of the whole) of each row, tokens left out, tokens repeated."""
+    counted = count_turns(record, 1.0, Rules(**rules))
+    samples = samples_of(record, pending(), result=1.0, max_tokens=99, counted=counted)
+    for sample in samples:
+        given = [p != 0.0 for p in sample.response_logprobs]
+        assert given == [bool(m) for m in sample.response_mask]
+        covered = [i for span in sample.versions for i in range(span.start, span.end)]
+        assert covered == [i for i, m in enumerate(sample.response_mask) if m]
+    masks = ["0" * len(s.prompt_ids) + "".join(map(str, s.response_mask)) for s in samples]
+    return [(s.prompt_ids[0], mask) for s, mask in zip(samples, masks, strict=True)], counted.left_out, counted.repeated
+
+
+def test_replies_that_do_not_count_are_context_and_cut_off_at_the_end():
+    """A probe, then an episode whose second reply was thrown away and whose last one nobody received."""
+    record = session_of(
+        (0, 1, 3, "asked", None), (1, 2, 4, "", None), (1, 5, 7, "discarded", None), (2, 6, 8, "", None),
+        (2, 9, 10, "unreceived", None), parents={2: (1, 5)},
+    )  # fmt: skip
+    left_out = {"asked": 2, "discarded": 2, "unreceived": 1}
+    # What the first row has left stands in the second one as well: it is trained there.
+    assert rows_of(record) == ([(100, "00110011")], left_out, 0)
+    first, second = rows_of(record, train_discarded=True)[0]
+    assert (first, second) == ((100, "0011011"), (100, "00000011"))
+    assert rows_of(record, train_discarded=True)[1:] == ({"asked": 2, "unreceived": 1}, 5)
+
+
+@pytest.mark.parametrize(
+    ("selection", "rows"),
+    [
+        ("all", [(0, "011"), (100, "001100011"), (100, "00000000011")]),
+        ("longest", [(100, "00110000011")]),
+        ("last", [(0, "011")]),
+        ("rewarded", [(100, "001100011")]),
+        (lambda record: [0, 2], [(0, "011"), (100, "00110000011")]),
+    ],
+)
+def test_which_trajectories_are_trained_and_what_they_share_goes_with_them(selection, rows):
+    """A side question, a conversation, and a branch of it behind its first reply."""
+    record = session_of(
+        (1, 2, 4, "", None), (1, 7, 9, "", 0.5), (2, 9, 11, "", None), (0, 1, 3, "", None), parents={2: (1, 5)}
+    )
+    found, left_out, _ = rows_of(record, selection=selection)
+    assert found == rows
+    trained = sum(mask.count("1") for _, mask in rows)
+    assert left_out.get("selection", 0) == 8 - trained
+
+
+def test_an_agent_s_list_has_a_reward_for_each_turn_that_it_received():
+    record = session_of(
+        (0, 1, 2, "", None), (0, 3, 4, "discarded", None), (0, 5, 6, "unreceived", None), (0, 7, 8, "", 1.0), parents={}
+    )
+    [sample] = samples_of(record, pending(), result=[1.0, 5.0, 2.0], max_tokens=99)
+    assert [(reward.turn, reward.reward) for reward in sample.turn_rewards] == [(0, 1.0), (3, 3.0)]
+    with pytest.raises(AgentFailed, match="returned 4 rewards, one for each turn, but its session has 3 turns"):
+        samples_of(record, pending(), result=[1.0] * 4, max_tokens=99)
 
 
 def test_the_row_is_what_the_data_set_has():
@@ -160,6 +236,7 @@ def test_a_failed_episode_is_tried_again_in_a_new_session():
     [
         ({"trajectories": []}, AgentFailed("boom"), "boom"),
         ({"trajectories": []}, 1.0, "without asking the model"),
+        (session_of((0, 1, 3, "unreceived", None), parents={}), 1.0, "none of its turns counts: .* are 2 unreceived"),
         (EngineUnreachable("gateway: no answer"), 1.0, "no answer"),
         ({"trajectories": [trajectory("01", version="other:0:1")]}, 1.0, "'other:0:1', which are foreign"),
     ],
@@ -170,7 +247,7 @@ def test_an_episode_that_fails_to_the_end_is_a_failed_sample_with_its_reason(rec
 
     episodes = episodes_of(Gateway(record, record), Scripted(outcome, outcome), refusal=refusal)
     [sample] = fill([pending()], episodes)
-    assert sample.status is SampleStatus.FAILED and said in sample.failure
+    assert sample.status is SampleStatus.FAILED and re.search(said, sample.failure)
     assert episodes.counts["agent_failures"] == 1
 
 

@@ -12,7 +12,7 @@ from rltool.gateway.apis.chat import ChatApi
 from rltool.gateway.apis.completions import CompletionsApi
 from rltool.gateway.apis.responses import ResponsesApi
 from rltool.gateway.errors import BadRequest, NotFound, TooMany
-from rltool.gateway.sampling import not_followed
+from rltool.gateway.sampling import PARAMETERS, not_followed
 
 CALL = ToolCall("call_1", "add", {"a": 1})
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -145,7 +145,9 @@ def test_images_are_refused_by_name(ask, field):
         lambda: anthropic(tools=[{"type": "bash_20250124", "name": "bash"}]),
         lambda: responses(input=[]),
         lambda: responses(input=None),
-        lambda: responses(previous_response_id="resp_1"),
+        lambda: chat(stop=["x"] * 17),
+        lambda: chat(stop=[7]),
+        lambda: responses(include=["message.output_text.logprobs"]),
         lambda: responses(input=[{"type": "computer_call"}]),
         lambda: responses(tools=[{"type": "web_search"}]),
         lambda: CompletionsApi().parse({"model": "policy", "prompt": ["a", "b"]}),
@@ -194,7 +196,7 @@ SAMPLING = SamplingParams(max_tokens=8, temperature=0.7)
 
 
 def followed(body, on_sampling="override"):
-    return not_followed(body, followed=ChatApi.followed, sampling=SAMPLING, on_sampling=on_sampling)
+    return not_followed("chat", body, sampling=SAMPLING, on_sampling=on_sampling)
 
 
 def test_a_request_for_the_runs_own_sampling_is_followed():
@@ -209,14 +211,47 @@ def test_a_request_for_the_runs_own_sampling_is_followed():
         ("top_p", 0.9),
         ("frequency_penalty", 0.1),
         ("logit_bias", {"5": 100}),
-        ("response_format", {"type": "json_object"}),
-        ("tool_choice", "required"),
-        ("stop", ["\n"]),
-        ("n", 2),
+        ("parallel_tool_calls", False),
+        ("reasoning_effort", "high"),
         ("grammar_of_tomorrow", "x"),
     ],
 )
 def test_what_would_change_the_distribution_is_named_or_refused(field, value):
     assert followed({"model": "m", field: value}) == (field,)
-    with pytest.raises(BadRequest, match=field):
+    with pytest.raises(BadRequest, match=field) as refused:
         followed({"model": "m", field: value}, "refuse")
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("api", "field", "value", "why"),
+    [
+        ("chat", "n", 2, "send the request that many times"),
+        ("chat", "response_format", {"type": "json_schema"}, "structured output changes the distribution"),
+        ("chat", "functions", [], "send tools"),
+        ("chat", "top_logprobs", 2, "only those of sampled tokens"),
+        ("completions", "logprobs", 1, "chat has them"),
+        ("responses", "text", {"format": {"type": "json_schema"}}, "structured output changes the distribution"),
+        ("responses", "previous_response_id", "resp_1", "send the whole input"),
+        ("anthropic", "output_format", {"type": "json_schema"}, "structured output changes the distribution"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_its_reason_also_where_sampling_is_overridden(api, field, value, why):
+    with pytest.raises(BadRequest, match=why) as refused:
+        not_followed(api, {"model": "m", field: value}, sampling=SAMPLING, on_sampling="override")
+    assert refused.value.field == field
+
+
+@pytest.mark.parametrize("ask", [chat, anthropic, responses])
+def test_no_tools_are_shown_where_none_may_be_called_and_a_forced_call_is_refused(ask):
+    own = {chat: TOOL, responses: {"type": "function", "name": "add"}, anthropic: {"name": "add", "input_schema": {}}}
+    choice = {"type": "none"} if ask is anthropic else "none"
+    assert ask(tools=[own[ask]]).prompt.tools and not ask(tools=[own[ask]], tool_choice=choice).prompt.tools
+    forced = {"type": "any"} if ask is anthropic else "required"
+    with pytest.raises(BadRequest, match="a forced call changes the distribution"):
+        ask(tools=[own[ask]], tool_choice=forced)
+
+
+def test_every_parameter_has_one_treatment_in_each_api():
+    seen = [(api, name) for parameter in PARAMETERS for api in parameter.apis for name in parameter.names]
+    assert len(seen) == len({*seen})

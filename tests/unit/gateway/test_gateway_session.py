@@ -38,7 +38,7 @@ def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None,
     index, parent, shared = session.place(array("i", prompt), place, cut)
     record = TurnRecord(
         id=f"turn-{next(IDS)}",
-        time=1.5,
+        time=fields.pop("time", 1.5),
         api="chat",
         trajectory=index,
         parent=parent,
@@ -312,3 +312,63 @@ def test_sessions_that_cannot_be_ended_are_named_and_hold_up_no_other(tmp_path):
     assert sessions.open == 0 and sessions.counts["timed_out"] == 1
     assert json.loads(store_of(tmp_path).path(sound.id).read_text().splitlines()[-1])["event"] == "ended"
     assert sessions.expire() == 0, "a damaged one does not come up each time"
+
+
+# -- what does not count
+
+
+def talk(session, prompt, *messages, reply, base=None, cut=0, at, began=None):
+    """A turn that ends at second `at`."""
+    ids = [*prompt, 100 + at]
+    began = at - 1 if began is None else began
+    return turn(
+        session, prompt, ids[-1:], base=base, cut=cut, messages=messages, reply=said(reply), time=at,
+        seconds=at - began,
+    ).id  # fmt: skip
+
+
+def test_a_reply_that_was_thrown_away_is_recognised():
+    """mini-swe-agent's way: the same messages and an error text, without the reply."""
+    session = Session("0" * 32, "", 0.0)
+    first = talk(session, [1, 2], user("task"), reply="no format", at=1)
+    second = talk(session, [1, 2, 3], user("task"), user("wrong format"), reply="good", at=3)
+    assert session.left_out == {first: "discarded"}
+    talk(session, [1, 2, 3, 103, 4], user("go on"), reply="done", base=second, cut=4, at=5)
+    talk(session, [7], user("another task"), reply="sub-agent", at=7)
+    assert session.left_out == {first: "discarded"}
+
+
+def test_of_several_tries_the_one_that_is_continued_counts():
+    session = Session("0" * 32, "", 0.0)
+    first, second = [talk(session, [1, 2], user("task"), reply=text, at=at) for at, text in ((1, "a"), (3, "b"))]
+    assert session.left_out == {first: "discarded"}
+    talk(session, [1, 2, 101, 3], user("go on"), reply="done", base=first, cut=3, at=5)
+    assert session.left_out == {}
+    assert second in session.open_ends
+
+
+def test_equal_requests_side_by_side_throw_nothing_away():
+    session = Session("0" * 32, "", 0.0)
+    for text in ("a", "b"):
+        talk(session, [1, 2], user("task"), reply=text, at=2, began=0)
+    assert session.left_out == {}
+
+
+def test_a_reply_that_the_agent_has_rewritten_counts():
+    session = Session("0" * 32, "", 0.0)
+    talk(session, [1, 2], user("task"), reply="a", at=1)
+    talk(session, [1, 2, 3], user("task"), said("a, in other words"), user("go on"), reply="b", at=3)
+    assert session.left_out == {}
+
+
+def test_marks_are_read_back(tmp_path):
+    session, _ = written_session(tmp_path)
+    first, second, _ = session.places
+    for turn_id, marks in ((first, {"left_out": "unreceived"}), (second, {"left_out": "asked", "reward": 0.5})):
+        session.mark(turn_id, **marks)
+        store_of(tmp_path).mark(session.id, turn_id, **marks)
+    again = sessions_of(tmp_path).find(session.id)
+    assert again.to_json() == session.to_json()
+    assert again.left_out == {first: "unreceived", second: "asked"} and again.rewards == {second: 0.5}
+    with pytest.raises(NotFound, match="has no turn"):
+        session.mark("another")

@@ -456,7 +456,7 @@ def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_gen
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
     modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
     serving = {"serving.data_plane", "serving.monitor", "serving.versions"}
-    assert modules == {"tokenizer", "generate", "sample", *serving}
+    assert modules == {"tokenizer", "generate", "sample", "stop_strings", *serving}
 
 
 @pytest.mark.parametrize(
