@@ -36,7 +36,7 @@ class TrainerGroup:
         self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
         *, order: Sequence[int] | None = None, served: bool = False,
     ) -> None:  # fmt: skip
-        """log_dir: of this attempt, in the run directory. order: the bundle of each rank; None: rank 0 has the first,
+        """log_dir: of this attempt, in a run directory. order: the bundle of each rank; None: rank 0 has the first,
         and so on. served: as for TrainerActor; call `load_weights` after `start`, then training.served.RankedTrainer
         has the rest."""
         # What "auto" stands for is decided: a rank that found something else would compute in another way than the
@@ -44,7 +44,8 @@ class TrainerGroup:
         trainer = config.trainer.model_copy(update={"device": plan.device})
         config = config.model_copy(update={"trainer": trainer})
         self.config = config
-        self._run = RunDirectory(log_dir.parents[1]) if log_dir is not None else None
+        run = RunDirectory(log_dir.parents[1]) if log_dir is not None else None
+        self._run = run if run is not None and run.is_made else None
         self.device: Device = plan.device
         self.devices: list[RankDevice] = []
         self.ranks = []
