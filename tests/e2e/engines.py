@@ -180,6 +180,17 @@ def sglang_python() -> Path:
     return Path(named)
 
 
+def clients_python() -> Path:
+    """The interpreter of the released clients' environment (requirements/clients.txt). In CI its absence fails."""
+    named = os.environ.get("RLTOOL_CLIENTS_PYTHON")
+    how = "make venv-clients, then RLTOOL_CLIENTS_PYTHON=$PWD/.venv-clients/bin/python (`make test` does both)"
+    if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
+        pytest.skip(f"clients run in an environment of their own, and RLTOOL_CLIENTS_PYTHON names none: {how}")
+    if not named or not Path(named).exists():
+        pytest.fail(f"RLTOOL_CLIENTS_PYTHON is {named!r}, which names no interpreter: {how}")
+    return Path(named)
+
+
 def start_sglang(model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, **options: Any) -> RunningEngine:
     """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own. options: of EngineLaunch."""
     key_file = write_key(work_dir, key)
