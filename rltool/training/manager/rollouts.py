@@ -77,7 +77,7 @@ class Rollouts:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         create = RolloutActor.options(scheduling_strategy=here).remote
         self._actor: Any = create(  # whose methods Ray's types do not have
-            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
+            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway, cwd=Path.cwd()
         )
 
     @property
