@@ -136,9 +136,9 @@ class Runtime:
             dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
-                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within "
-                f"{at.timeout:g} s ({error}); check that all ranks run and that this address is reachable from each of "
-                f"their hosts"
+                f"trainer rank {at.rank} of {world_size} on host {socket.gethostname()} could not join the others at "
+                f"{at.address}:{at.port} within {at.timeout:g} s ({error}); check that all ranks run and that this "
+                "address is reachable from each of their hosts"
             ) from error
 
     @property

@@ -155,13 +155,18 @@ class Host:
         timeout: float = 120.0, code: int | None = 0,
     ) -> str:  # fmt: skip
         """To its end. Returns stdout and stderr together; AssertionError where it does not end with `code`."""
-        done = subprocess.run(
+        with subprocess.Popen(
             self.argv(argv, cwd), env=self._env(env), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, timeout=timeout,
-        )  # fmt: skip
-        if code is not None and done.returncode != code:
-            raise AssertionError(f"{self.name}: {' '.join(argv)} ended with {done.returncode}:\n{done.stdout[-8000:]}")
-        return done.stdout
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        ) as process:  # fmt: skip
+            try:
+                said, _ = process.communicate(timeout=timeout)
+            except BaseException:  # nsenter hands no signal on
+                os.killpg(process.pid, signal.SIGKILL)
+                raise
+        if code is not None and process.returncode != code:
+            raise AssertionError(f"{self.name}: {' '.join(argv)} ended with {process.returncode}:\n{said[-8000:]}")
+        return said
 
     def python(self, text: str, *words: str, **options: Any) -> str:
         return self.run([sys.executable, "-c", text, *words], **options)

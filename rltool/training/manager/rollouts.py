@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint, files_in
@@ -24,6 +21,7 @@ from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.rollout.measure.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.terminal import Console
+from rltool.training.cluster.places import this_node
 from rltool.training.cluster.ray_calls import Waiting, get_all, is_ready
 from rltool.training.manager.actor import RolloutActor
 from rltool.training.manager.batch import Rollout
@@ -74,10 +72,9 @@ class Rollouts:
         )  # fmt: skip
         # It waits for sockets: no GPU, no CPU, and a place outside of the placement group, on the driver's host: key
         # files, data and the run directory are where the command was given.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        create = RolloutActor.options(scheduling_strategy=here).remote
+        create = RolloutActor.options(scheduling_strategy=this_node()).remote
         self._actor: Any = create(  # whose methods Ray's types do not have
-            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
+            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway, cwd=Path.cwd()
         )
 
     @property

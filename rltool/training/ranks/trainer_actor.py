@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +58,16 @@ class TrainerActor:
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
     def __init__(
-        self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False, served: bool = False
-    ) -> None:
+        self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False, served: bool = False,
+        cwd: Path | None = None,
+    ) -> None:  # fmt: skip
         """stays: its memory is on its GPU also while colocated engines are awake. served: it has named models (`call`)
-        in the place of the configured one."""
+        in the place of the configured one. cwd: the driver's, by which relative paths are meant, also on hosts that
+        have it."""
         redirect_output(log_file)
+        if cwd is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(cwd)
         self.config, self.rank, self.stays, self._is_served = config, rank, stays, served
         self._served: ServedRank | None = None
         self._started: _Parts | None = None

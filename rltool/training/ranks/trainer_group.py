@@ -57,7 +57,9 @@ class TrainerGroup:
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             actor = TrainerActor.options(**options)
-            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay, served=served))
+            self.ranks.append(
+                actor.remote(config, rank, log_file, stays=plan.ranks_stay, served=served, cwd=Path.cwd())
+            )
         self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)

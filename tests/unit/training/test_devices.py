@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,8 @@ from rltool.training.cluster.devices import (
     device_of_rank,
 )
 from rltool.training.cluster.placement import plan_placement
+from rltool.training.manager.actor import RolloutActor
+from rltool.training.ranks.trainer_actor import TrainerActor
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda"), (64.0, "cuda")])
@@ -162,3 +165,19 @@ def test_a_head_node_that_is_starting_is_waited_for(monkeypatch):
 def test_the_plan_says_what_its_ranks_run_on():
     assert plan_placement(config("auto", None), gpu=True, generates=False).device == "cuda"
     assert plan_placement(config("auto", None), gpu=False, generates=False).device == "cpu"
+
+
+def test_relative_paths_mean_the_drivers_directory_in_actors_and_ranks_elsewhere_keep_theirs(tmp_path, monkeypatch):
+    """A cluster's processes start where `ray start` was."""
+    monkeypatch.chdir(tmp_path)
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    settings = config("cpu", None)
+    rank, manager = (actor.__ray_metadata__.modified_class for actor in (TrainerActor, RolloutActor))
+    rank(settings, 0, None, cwd=tmp_path / "not on this host")
+    assert Path.cwd() == tmp_path
+    rank(settings, 0, None, cwd=driver)
+    assert Path.cwd() == driver
+    monkeypatch.chdir(tmp_path)
+    manager(settings, None, syncing=None, log_file=None, gateway=None, cwd=driver)
+    assert Path.cwd() == driver
