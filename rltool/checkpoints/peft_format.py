@@ -19,7 +19,7 @@ from rltool.checkpoints import directory as directories
 from rltool.config.base import is_table
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
-from rltool.models.adapters import PEFT_PREFIX, Adapted, adapters_of
+from rltool.models.adapters import Adapted, adapters_of, peft_config
 from rltool.models.base import Family, Parameter
 from rltool.models.hf_directory import HFTensors
 from rltool.models.tensor_files import write_tensor_file
@@ -141,39 +141,3 @@ def write_peft(
         directories.abandon(partial)
         raise
     return adapted
-
-
-def peft_config(family: Family, adapted: Sequence[Adapted], lora: LoraConfig, base: str) -> dict[str, Any]:
-    """adapter_config.json.
-
-    In a mixture, peft (0.21, with transformers 5) takes every module that is called as an expert's projection for the
-    experts': dense layers and shared experts, where they have the same names, stand among the parameters.
-    """
-    modules: set[str] = set()
-    parameters: list[str] = []
-    experts = {
-        hf.removesuffix(".weight").rpartition(".")[2]
-        for parameter in family.parameters
-        if parameter.expert is not None
-        for hf, _ in parameter.hf
-    }
-    for each in adapted:
-        for part in each.a:
-            module = part.hf[0][0].removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
-            leaf = module.rpartition(".")[2]
-            if leaf in experts and each.base.expert is None:
-                parameters.append(f"{module}.weight")
-            else:
-                modules.add(leaf)
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha if lora.alpha % 1 else int(lora.alpha),
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "inference_mode": True,
-        "target_modules": sorted(modules),
-        **({"target_parameters": parameters} if parameters else {}),
-    }

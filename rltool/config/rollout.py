@@ -276,6 +276,9 @@ class WeightsConfig(Config):
     """Tensors arrive in a second buffer while the engine generates, and it is paused only to load them (gloo and nccl,
     vLLM with rltool's plugin). The buffer holds all weights, in each worker: leave memory for it on the GPU with
     --gpu-memory-utilization. auto: so at the engines that can, which true demands of all."""
+    lora_sync: Literal["merged", "adapter"] = "merged"
+    """What engines get of a run with adapters. merged: all weights, adapters merged in. adapter: the adapter alone,
+    under a name of its own at each sync; requests name it, and no engine is paused (docs/lora.md)."""
     delta: WhereItCan = False
     """With transport auto, nccl or gloo: what changed alone is sent over the transfer group, while the engine
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's

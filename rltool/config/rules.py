@@ -242,11 +242,40 @@ def check_models(config: Sections) -> None:
 
 
 def check_lora(config: Sections) -> None:
-    """What adapters leave as it is cannot be trained beside them."""
+    """What adapters leave as it is cannot be trained beside them; what is sent alone needs engines that serve on."""
+    if config.weights.lora_sync == "adapter":
+        _check_adapter_sync(config)
     if config.lora.rank and config.trainer.router_bias_update_rate:
         raise ValueError(
             "trainer.router_bias_update_rate moves the routers' biases, but with lora.rank above 0 the model stays as "
             "it is; leave one of them out"
+        )
+
+
+def _check_adapter_sync(config: Sections) -> None:
+    weights, merged = config.weights, 'or leave weights.lora_sync at "merged"'
+    if not config.lora.rank:
+        raise ValueError('weights.lora_sync = "adapter" has no effect: lora.rank is 0, so there are no adapters')
+    if config.engines.shares_gpus:
+        raise ValueError(
+            'weights.lora_sync = "adapter" is for engines that serve on, and engines.mode = "colocate" puts them to '
+            f"sleep; use engines with GPUs of their own, {merged}"
+        )
+    for what, is_set in (
+        ("weights.engines", bool(weights.engines)), ("weights.staged", bool(weights.staged)),
+        ("weights.delta", bool(weights.delta)), ("weights.transport", weights.transport == "ipc"),
+        ("eval.engines", bool(config.eval.engines)),
+    ):  # fmt: skip
+        if is_set:
+            raise ValueError(f'{what} does not go with weights.lora_sync = "adapter"; leave it out, {merged}')
+    if config.rollout.partial_rollout:
+        raise ValueError(
+            "rollout.partial_rollout = true goes on with a response under later weights, and with weights.lora_sync = "
+            f'"adapter" each is of one version; leave it out, {merged}'
+        )
+    if any(group.role in ("prefill", "decode") for group in config.engines.groups):
+        raise ValueError(
+            f'weights.lora_sync = "adapter" does not go with prefill and decode engines; use regular ones, {merged}'
         )
 
 

@@ -88,9 +88,10 @@ class EngineGroup(Config):
     """Mixtures of experts: replies can carry the experts that the router chose (algorithm.routing_replay, for which a
     run sets it by itself). vLLM on GPUs, SGLang."""
     lora_rank: int = Field(default=0, ge=0)
-    """Largest rank of an adapter that the engine takes under a name; 0: it takes none."""
+    """Largest rank of an adapter that the engine takes under a name; 0: it takes none, unless the run has
+    weights.lora_sync = "adapter"."""
     lora_slots: int = Field(default=4, ge=1)
-    """Adapters that it holds at a time."""
+    """Adapters that it holds at a time: at least rollout.max_staleness + 2."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from launch until an engine serves."""
 

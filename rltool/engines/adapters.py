@@ -41,6 +41,8 @@ def lacks_adapter(error: EngineRejected, name: str) -> bool:
 
 def adapter_obstacle(info: EngineInfo, rank: int, slots: int) -> str | None:
     """Why an engine cannot take adapters of this rank, `slots` at a time; None: it can, or does not report it."""
+    if info.plugin and info.lora_rank is None:
+        return 'is an earlier rltool\'s, which takes no adapters: update it there, or set weights.lora_sync to "merged"'
     start = f"start it with `rltool serve-engines --lora-rank {rank} --lora-slots {slots}`"
     if info.lora_rank == 0:
         return f'takes no adapters, as weights.lora_sync = "adapter" needs: {start}, or set it to "merged"'

@@ -66,12 +66,14 @@ class Lineage:
     the checkpoint from which the next was resumed. Later versions of an earlier attempt name weights that were
     discarded.
 
-    ancestors: attempt -> the highest training step of it that these weights contain.
+    ancestors: attempt -> the highest training step of it that these weights contain. adapters: engines get each version
+    as an adapter under a name of its own, and every request names one (engines/adapters.py).
     """
 
     run: str
     attempt: int
     ancestors: Mapping[int, int] = field(default_factory=dict)
+    adapters: bool = False
 
     def version(self, step: int) -> WeightVersion:
         """The name of this attempt's weights after `step` finished training steps."""
@@ -80,7 +82,7 @@ class Lineage:
     def resumed(self, attempt: int, step: int) -> Lineage:
         """The lineage of `attempt`, which starts from this one's checkpoint after `step` training steps."""
         kept = {earlier: min(last, step) for earlier, last in self.ancestors.items()}
-        return Lineage(self.run, attempt, {**kept, self.attempt: step})
+        return Lineage(self.run, attempt, {**kept, self.attempt: step}, self.adapters)
 
     def refusal(self, version: str, *, published: int) -> str | None:
         """Why tokens of `version` must not be trained on: "foreign", "unpublished", or None where it is known.
@@ -99,9 +101,11 @@ class Lineage:
         return None if last is not None and found.number <= last else "foreign"
 
     def to_json(self) -> dict[str, Any]:
-        return {"run": self.run, "attempt": self.attempt, "ancestors": {str(k): v for k, v in self.ancestors.items()}}
+        ancestors = {str(k): v for k, v in self.ancestors.items()}
+        return {"run": self.run, "attempt": self.attempt, "ancestors": ancestors, "adapters": self.adapters}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Lineage:
         """The inverse of `to_json`."""
-        return cls(data["run"], data["attempt"], {int(k): v for k, v in data["ancestors"].items()})
+        ancestors = {int(k): v for k, v in data["ancestors"].items()}
+        return cls(data["run"], data["attempt"], ancestors, data.get("adapters", False))

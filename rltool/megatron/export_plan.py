@@ -8,14 +8,17 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rltool.config.sections import LoraConfig
 from rltool.engines.transfer.wire import dtype_of, plan_buckets, tensor_bytes
 from rltool.engines.types import Bucket, TensorMeta
+from rltool.models.adapters import adapters_of, peft_config
 from rltool.models.base import Family, Parameter
 
 Make = Callable[[Parameter, Tensor], list[Tensor]]
@@ -79,6 +82,8 @@ class ExportPlan:
     num_layers: int
     num_experts: int
     carried: tuple[str, ...] = ()
+    peft: Mapping[str, Any] | None = None
+    """Of adapters alone: their adapter_config.json. An engine takes them under a name, and pauses for nothing."""
 
     @property
     def tensors(self) -> list[TensorMeta]:
@@ -121,6 +126,19 @@ def full_plan(family: Family, dtype: torch.dtype) -> ExportPlan:
 
     exports = tuple(Export(parameter, announced(parameter)) for parameter in family.parameters)
     return ExportPlan(exports, named(dtype), family.num_layers, family.num_experts, family.carried)
+
+
+def adapter_plan(family: Family, lora: LoraConfig, base: str) -> ExportPlan:
+    """A and B of every adapter as peft names them, in float32, unscaled: who loads them reads alpha in `peft`, so that
+    they are scaled once. base: the model's path, for readers."""
+    adapted = adapters_of(family, lora.rank, lora.targets)
+    exports = tuple(
+        Export(each, tuple(TensorMeta(name, "float32", shape) for name, shape in each.hf))
+        for one in adapted
+        for each in one.parameters
+    )
+    peft = peft_config(family, adapted, lora, base)
+    return ExportPlan(exports, "float32", family.num_layers, family.num_experts, peft=peft)
 
 
 def drain(stream: Stream) -> None:

@@ -21,7 +21,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
-from rltool.megatron.export_plan import full_plan
+from rltool.megatron.export_plan import adapter_plan, full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -87,6 +87,7 @@ class MegatronTrainer(TrainedModel):
         self.export_plan = full_plan(family, dtype)
         self.lora = lora
         self.adapters: Adapters | None = None
+        self.adapter_plan = adapter_plan(family, lora, str(model.path)) if lora.rank else None
         self._seed = run.seed
         runtime = Runtime(trainer.layout, rendezvous, device=trainer.device, seed=run.seed)
         self._frozen: dict[str, dict[str, Tensor]] = {}
@@ -368,6 +369,14 @@ class MegatronTrainer(TrainedModel):
         merged = None if self.adapters is None else MergedWeights(self.gpt, self.adapters)
         return hf_weights.export_weights(
             self.gpt, self.export_plan, self.runtime, weights=merged, everywhere=everywhere
+        )
+
+    def export_adapters(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+        """What `adapter_plan` names; otherwise as `export_weights`."""
+        assert self.adapters is not None and self.adapter_plan is not None
+        held = {parameter.name: tensor for parameter, tensor in self.adapters.held()}
+        return hf_weights.export_weights(
+            self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere
         )
 
     def export_bytes(self, *, everywhere: bool = False) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
 
@@ -152,3 +153,39 @@ def _adapted(base: Parameter, rank: int) -> Adapted:
             more["interleaved"] = (base.interleaved[index],)
         b.append(part("b", index, (shape[0], rank), **more))
     return Adapted(base, tuple(a), tuple(b))
+
+
+def peft_config(family: Family, adapted: Sequence[Adapted], lora: LoraConfig, base: str) -> dict[str, Any]:
+    """adapter_config.json.
+
+    In a mixture, peft (0.21, with transformers 5) takes every module that is called as an expert's projection for the
+    experts': dense layers and shared experts, where they have the same names, stand among the parameters.
+    """
+    modules: set[str] = set()
+    parameters: list[str] = []
+    experts = {
+        hf.removesuffix(".weight").rpartition(".")[2]
+        for parameter in family.parameters
+        if parameter.expert is not None
+        for hf, _ in parameter.hf
+    }
+    for each in adapted:
+        for part in each.a:
+            module = part.hf[0][0].removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight")
+            leaf = module.rpartition(".")[2]
+            if leaf in experts and each.base.expert is None:
+                parameters.append(f"{module}.weight")
+            else:
+                modules.add(leaf)
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha if lora.alpha % 1 else int(lora.alpha),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "inference_mode": True,
+        "target_modules": sorted(modules),
+        **({"target_parameters": parameters} if parameters else {}),
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +294,10 @@ def _load(
     prepared: Prepared, run: RunDirectory, trainer: TrainerGroup, attempt: int, while_waiting: Waiting
 ) -> _Loaded:
     """Weights from the model or the checkpoint."""
+    adapters = prepared.config.weights.lora_sync == "adapter"
     if prepared.resume_from is None:
         trainer.load_weights(while_waiting)
-        return _Loaded(Progress(0), Lineage(run.run_id, attempt), {})
+        return _Loaded(Progress(0), Lineage(run.run_id, attempt, adapters=adapters), {})
     extra = trainer.load_checkpoint(prepared.resume_from, while_waiting)
     if "lineage" not in extra:
         raise UsageError(
@@ -306,7 +307,7 @@ def _load(
     kept = extra.get("coefficients")
     return _Loaded(
         Progress(extra["step"], saved=True, coefficients=Coefficients(**kept) if kept else None),
-        Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]),
+        replace(Lineage.from_json(extra["lineage"]).resumed(attempt, extra["step"]), adapters=adapters),
         extra["source"],
     )
 

@@ -202,7 +202,8 @@ class Connections:
                 refused[url] = EngineError(str(error))
                 continue
             kind = transport(info.dialect, backend)
-            if self._config.of(url, endpoint.group).staged and kind.staged is not None:  # None: with "auto" alone
+            beside_generation = self._config.lora_sync == "adapter" or self._config.of(url, endpoint.group).staged
+            if beside_generation and kind.staged is not None:  # None: with "auto" alone
                 kind = replace(kind, control=kind.staged)
             receiver = Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids)
             chosen[url] = _Chosen(engine, receiver, kind)

@@ -7,15 +7,16 @@ engine; one sync may feed engines over several of them. Nothing outside `transpo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from rltool.config.engine_weights import TransportName
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
@@ -23,9 +24,10 @@ from rltool.errors import EngineError, UsageError
 from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 
-Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta"]
+Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "adapters"]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
-nccl-delta: what changed alone, over these (weights.delta)."""
+nccl-delta: what changed alone, over these (weights.delta). adapters: a directory of peft's format, which the engine
+loads under a name."""
 
 
 class TransportError(EngineError):
@@ -74,6 +76,7 @@ class SenderOptions:
     directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
     with those files.
     gpu: UUID of the rank's own, "" without one; largest_bucket: bytes; encoder: with weights.delta, what has changed.
+    peft: ExportPlan.peft.
     """
 
     group: str
@@ -85,6 +88,7 @@ class SenderOptions:
     gpu: str = ""
     largest_bucket: int = 0
     encoder: DeltaEncoder | None = None
+    peft: Mapping[str, Any] | None = None
 
 
 class Work(Protocol):
@@ -252,6 +256,8 @@ class Transport:
 
 
 TRANSPORTS: dict[tuple[str, Backend], str] = {
+    ("vllm", "adapters"): "rltool.weights.transports.adapters:VLLM",
+    ("sglang", "adapters"): "rltool.weights.transports.adapters:SGLANG",
     ("vllm", "ipc"): "rltool.weights.transports.ipc:VLLM",
     ("sglang", "ipc"): "rltool.weights.transports.ipc:SGLANG",
     ("vllm", "gloo"): "rltool.weights.transports.gloo:VLLM",
@@ -288,6 +294,8 @@ DELTA_CANDIDATES: dict[str, tuple[Backend, ...]] = {
 }
 """The same with weights.delta."""
 
+TAKES_ADAPTERS: tuple[Backend, ...] = ("nccl", "gloo", "delta")
+"""Over which rltool's plugin takes adapters: it generates until it has all of one, and after."""
 BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
 ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
@@ -322,6 +330,8 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     config: as it holds for this engine (WeightsConfig.of); trainer_device: cpu or cuda; shares_gpus: the engine is on
     the trainer's, where NCCL refuses it. UsageError, a sentence without the engine's name, where none can.
     """
+    if config.lora_sync == "adapter":
+        return _choose_for_adapters(info, config.transport, trainer_device)
     reasons = []
     whole = () if config.delta is True else CANDIDATES[config.transport]
     for backend in (*(DELTA_CANDIDATES[config.transport] if config.delta else ()), *whole):
@@ -349,6 +359,27 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
         f"offers the weight backend {info.weight_backend!r}, which a trainer on device {trainer_device!r} cannot send "
         "to: start it with `rltool serve-engines --weight-backend rltool`"
     )
+
+
+def _choose_for_adapters(info: EngineInfo, wanted: TransportName, trainer_device: str) -> Backend:
+    """Tensors into rltool's plugin beside generation; a directory, which every engine's own route loads, to others and
+    with "disk"."""
+    if not info.plugin or wanted == "disk":
+        if wanted not in ("auto", "disk"):
+            raise UsageError(
+                f'takes adapters from a directory alone, so weights.transport = "{wanted}" does not reach it: leave it '
+                'at "auto", with a weights.disk_dir that trainer and engines share'
+            )
+        return "adapters"
+    reasons = []
+    for backend in CANDIDATES[wanted]:
+        if backend not in TAKES_ADAPTERS:
+            continue
+        why = obstacle(info, backend, trainer_device)
+        if why is None:
+            return backend
+        reasons.append(why)
+    raise UsageError(reasons[-1])
 
 
 def obstacle(info: EngineInfo, backend: Backend, trainer_device: str) -> str | None:

@@ -311,6 +311,10 @@ class Launches(Protocol):
         UsageError for a value that is no number."""
         return math.inf
 
+    def no_adapters(self, device: Device) -> str | None:
+        """Why it takes no adapters there; None: it does."""
+        return None
+
     def no_routed_experts(self, device: Device) -> str | None:
         """Why it cannot return the experts that its router chose, on this device; None: it can."""
         return "it has no such flag; use another engine"

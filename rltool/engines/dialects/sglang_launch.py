@@ -76,8 +76,6 @@ class SglangLaunching(Launches):
             slots = str(launch.lora_slots)
             argv += ["--enable-lora", "--max-lora-rank", str(launch.lora_rank), "--lora-target-modules", "all"]
             argv += ["--max-loras-per-batch", slots, "--max-loaded-loras", slots]
-            if launch.device == "cpu":
-                argv += ["--lora-backend", "torch_native"]
         dtype = launch.dtype
         if launch.device == "cpu":
             dtype = dtype or "float32"
@@ -105,6 +103,10 @@ class SglangLaunching(Launches):
             if launch.world_size > 1:  # one core for each: else it wants a NUMA node for each
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.world_size)))
         return environment
+
+    def no_adapters(self, device: Device) -> str | None:
+        """lora/lora_manager.py of 0.5.23 allocates pinned memory."""
+        return "on a CPU it takes no adapters (its pinned memory needs a GPU)" if device == "cpu" else None
 
     def no_routed_experts(self, device: Device) -> str | None:
         return None

@@ -47,7 +47,12 @@ __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member",
 class Fleet:
     """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner."""
 
-    def __init__(self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, policy: FleetPolicy | None = None, *, clock: Callable[[], float] = time.monotonic, labelled: bool = True
+    ) -> None:
+        """labelled: engines report the version that they hold; False: they hold several, as adapters, and report that
+        of the model beside these."""
+        self._labelled = labelled
         self.policy = policy or FleetPolicy()
         self.version: WeightVersion | None = None
         self.clock = clock
@@ -208,6 +213,8 @@ class Fleet:
         member = self._observable(url, sent_at)
         if member is None:
             return
+        if not self._labelled:
+            info = replace(info, weight_version=None)
         boot_id = info.boot_id
         member = self._update(member, info=info, endpoint=member.endpoint.probed(info))
         if member.state in QUIET:

@@ -57,13 +57,16 @@ class Seat:
 
 @dataclass(frozen=True)
 class Model:
-    """What engines of a model serve. return_routed_experts: all of them, whatever their groups set."""
+    """What engines of a model serve. return_routed_experts, lora_rank, lora_slots: all of them at least, whatever their
+    groups set."""
 
     path: Path
     update_weights: bool = True
     start_router: bool = False
     task: Task = "generate"
     return_routed_experts: bool = False
+    lora_rank: int = 0
+    lora_slots: int = 1
 
 
 @dataclass(frozen=True)
@@ -266,6 +269,12 @@ def _processes(
     returns_experts = group.return_routed_experts or model.return_routed_experts
     if returns_experts:
         _check_returns_experts(group, model, device)
+    lora_rank = max(group.lora_rank, model.lora_rank)
+    if lora_rank and (why := launches(group.engine).no_adapters(device)) is not None:
+        raise UsageError(
+            f"group {group.name!r}: {dialect(group.engine).label} was to take adapters (lora_rank, or "
+            f'weights.lora_sync = "adapter"): {why}; take merged weights, weights.lora_sync = "merged"'
+        )
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
@@ -275,7 +284,7 @@ def _processes(
             model=model.path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
-            lora_rank=group.lora_rank, lora_slots=group.lora_slots,
+            lora_rank=lora_rank, lora_slots=max(group.lora_slots, model.lora_slots),
             trust_remote_code=group.trust_remote_code,
             # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.adapters import EXTRA_SLOTS
 from rltool.engines.dialects.classification import check_head
 from rltool.engines.dialects.table import launches as dialect_of
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
@@ -85,6 +86,8 @@ def order_of_file(config: TrainConfig) -> Order:
     policy = Model(
         config.model.path, start_router=config.engines.start_router,
         return_routed_experts=config.algorithm.routing_replay,
+        lora_rank=config.lora.rank if config.weights.lora_sync == "adapter" else 0,
+        lora_slots=config.rollout.max_staleness + EXTRA_SLOTS,
     )  # fmt: skip
     models = {POLICY: policy}
     models |= {

@@ -34,6 +34,8 @@ CONTROL_ROUTES = frozenset(
         ("POST", "/finish_weight_update"),
         ("POST", "/shutdown_weight_transfer_engine"),
         ("POST", "/rltool/prefetch"),
+        ("POST", "/rltool/publish_adapter"),
+        ("POST", "/rltool/drop_adapter"),
         ("POST", "/v1/load_lora_adapter"),
         ("POST", "/v1/unload_lora_adapter"),
         ("POST", "/rltool/reload_weights"),

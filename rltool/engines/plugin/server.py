@@ -26,7 +26,14 @@ from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
 from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.prefetch_route import (
+    DROP_PATH,
+    PREFETCH_PATH,
+    PUBLISH_PATH,
+    drop_adapter,
+    prefetch,
+    publish_adapter,
+)
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
 from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
@@ -47,7 +54,7 @@ REPLACED_HEADERS = (b"content-type", b"content-length", b"transfer-encoding", b"
 of the request in place of the body's, and an abort by that one would not find it."""
 
 UpdateStep = Callable[[Any, Any], Awaitable[tuple[int, dict[str, Any]]]]
-"""(AsyncLLM, body) -> (status, JSON)."""
+"""(AsyncLLM, or the app's state, and the body) -> (status, JSON)."""
 
 
 class Reply(JSONResponse):
@@ -82,6 +89,8 @@ class ServerMiddleware:
             RELOAD_PATH: self._reload,
             UPDATE_PATH: partial(self._update, step=update_weights),
             FINISH_PATH: partial(self._update, step=finish_update),
+            PUBLISH_PATH: partial(self._adapter, step=publish_adapter),
+            DROP_PATH: partial(self._adapter, step=drop_adapter),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -170,6 +179,9 @@ class ServerMiddleware:
         if status >= 500:  # one that fails to finish may be finished in some workers, and has changed nothing in others
             await self._end_failed_update(state, is_mixed=step is finish_update)
         return Reply(status, reply)
+
+    async def _adapter(self, request: Request, *, step: UpdateStep) -> Response:
+        return Reply(*await step(request.app.state, await _json_of(request)))
 
     async def _describe(
         self, request: Request, *, shape: Callable[[dict[str, Any]], dict[str, Any]] = dict

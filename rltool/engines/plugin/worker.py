@@ -82,6 +82,22 @@ class WeightUpdateRecovery:
         """Returns why it failed, or ""."""
         return _failure_of(self.finish_weight_update)
 
+    def rltool_take_adapter(self, version: str, lora_id: int, peft: dict[str, Any]) -> str:
+        """What was fetched as `version` becomes the adapter of this id. Returns why it cannot, or ""."""
+
+        def take_it() -> None:
+            from rltool.engines.plugin.prefetch_route import take
+
+            prefetcher = self.weight_transfer_engine.prefetcher
+            take(self.model_runner.lora_manager, prefetcher.buckets(version), lora_id, peft)
+            prefetcher.forget()
+
+        return _failure_of(take_it)
+
+    def rltool_drop_adapter(self, lora_id: int) -> str:
+        """Returns why it cannot, or ""."""
+        return _failure_of(lambda: self.model_runner.lora_manager.remove_adapter(lora_id))
+
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""
         found: list[bool] = []

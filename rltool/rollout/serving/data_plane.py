@@ -25,15 +25,17 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from rltool.engines.adapters import adapter_name, lacks_adapter
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member, State
-from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest
+from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest, VersionSpan
+from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside
 from rltool.rollout.serving.fair_queue import FairQueue
@@ -59,6 +61,10 @@ class VersionJudge(Protocol):
 
     published: int | None
 
+    def adapter(self) -> WeightVersion | None:
+        """Of the adapter that a request has to name; None: of none."""
+        ...
+
     def refusal(self, version: str) -> str | None:
         """Why tokens of this version are not trained on, or None."""
         ...
@@ -66,6 +72,11 @@ class VersionJudge(Protocol):
     def is_behind(self, version: str, published: int) -> bool:
         """Whether an engine that sampled with this version has missed a sync that `published` names."""
         ...
+
+
+def _all_of(completion: Completion, version: WeightVersion) -> Completion:
+    spans = (VersionSpan(str(version), 0, len(completion.token_ids)),) if completion.token_ids else ()
+    return replace(completion, versions=spans)
 
 
 class _NotItsFault(EngineError):
@@ -132,6 +143,8 @@ class DataPlane:
         refused_unpublished, stale_engine."""
         self._in_flight: Counter[str] = Counter()
         self._prefilling: Counter[str] = Counter()
+        self._adapters: Counter[str] = Counter()
+        """How many requests name each adapter."""
         self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """Session -> engine and prefill engine of its newest request."""
         self._sessions_at: Counter[str] = Counter()
@@ -154,6 +167,10 @@ class DataPlane:
     def in_flight_at(self, url: str) -> int:
         """Requests that are with this engine; unknown behind a router."""
         return self._in_flight[url]
+
+    def samples_with(self, adapter: str) -> bool:
+        """Whether a request that is in flight names it."""
+        return self._adapters[adapter] > 0
 
     def changed(self) -> None:
         """The fleet, the endpoints or the limit changed: requests that wait look again, and requests at engines that
@@ -341,17 +358,25 @@ class DataPlane:
 
     async def _send(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
         published = self._judge.published if self._judge else None
-        with self._named(attempt, request, group):
+        version = self._judge.adapter() if self._judge else None
+        if version is not None:  # anew at each attempt: no sequence has tokens of two
+            request = replace(request, adapter=adapter_name(version))
+        with self._named(attempt, request, group), self._sampling_with(request.adapter):
             try:
                 completions = await self._generate(attempt, request)
-            except EngineRejected:
-                raise
+            except EngineRejected as error:
+                if version is None or not lacks_adapter(error, request.adapter):
+                    raise
+                self._lost_adapter(attempt, version)
+                raise _NotItsFault(f"{attempt.endpoint.url} has no adapter {request.adapter}") from error
             except CacheOutdated as error:
                 raise _NotItsFault(str(error)) from error
             except EngineError as error:
                 known = error.named("deadlines.generate") if isinstance(error, EngineTimedOut) else error
                 self._failed(attempt, known)
                 raise known from error.__cause__
+        if version is not None:  # what an engine reports is of the model that the adapter is beside
+            completions = [_all_of(completion, version) for completion in completions]
         self._judge_versions(attempt, completions, published)
         for url in self._engines(attempt):
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
@@ -422,6 +447,21 @@ class DataPlane:
             if published is not None and self._judge.is_behind(version, published):
                 self.counts["stale_engine"] += 1
                 self._report_stale(engines, attempt, f"sampled with {version} after the sync to step {published}")
+
+    def _lost_adapter(self, attempt: Attempt, version: WeightVersion) -> None:
+        """One that requests name still: its engine was started again. An earlier one may have been unloaded."""
+        if self._judge is not None and self._judge.adapter() == version:
+            self.counts["stale_engine"] += 1
+            reason = f"has lost the adapter of {version}"
+            self._report_stale(self._engines(attempt), attempt, reason)
+
+    @contextmanager
+    def _sampling_with(self, adapter: str) -> Iterator[None]:
+        self._adapters[adapter] += 1
+        try:
+            yield
+        finally:
+            self._adapters[adapter] -= 1
 
     def _report_stale(self, engines: Sequence[str], attempt: Attempt, reason: str) -> None:
         for url in engines:

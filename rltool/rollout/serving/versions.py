@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rltool.engines.weight_version import BadWeightVersion, Lineage, WeightVersion
+from rltool.errors import RltoolError
 
 
 @dataclass
@@ -25,6 +26,15 @@ class VersionBook:
     def publish(self, step: int) -> None:
         """At least one engine serves them."""
         self.published, self.publishing = step, None
+
+    def adapter(self) -> WeightVersion | None:
+        """The version whose adapter new requests name; None: they are sampled with what engines hold. RltoolError where
+        they must name one and there is none yet: the model alone is not the policy."""
+        if not self.lineage.adapters:
+            return None
+        if self.published is None:
+            raise RltoolError('weights.lora_sync = "adapter": no adapter is published that a request could name')
+        return self.lineage.version(self.published)
 
     def refusal(self, version: str) -> str | None:
         """Either "foreign", "unpublished", or None: see Lineage.refusal."""

@@ -12,6 +12,7 @@ from typing import Any
 from rltool.config.loader import Loaded
 from rltool.config.serve import ENGINES
 from rltool.config.train import TrainConfig
+from rltool.engines.adapters import EXTRA_SLOTS, adapter_obstacle
 from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import supported
@@ -340,6 +341,13 @@ def _weight_problems(
     too_old = supported.training_refusal(info.dialect, info.engine_version, config.weights.pause_mode)
     if too_old is not None:
         return [too_old]
+    if config.weights.lora_sync == "adapter":
+        slots = config.rollout.max_staleness + EXTRA_SLOTS
+        unfit = adapter_obstacle(info, config.lora.rank, slots)
+        if unfit is None and engine.role != "regular":
+            unfit = 'is half of a pair, to which adapters are not sent: set weights.lora_sync to "merged"'
+        if unfit is not None:
+            return [unfit]
     try:
         choose_for(engine, info, config.weights, trainer_device, shares_gpus=config.engines.shares_gpus)
     except UsageError as error:

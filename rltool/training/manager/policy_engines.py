@@ -21,6 +21,7 @@ from rltool.training.checks.preflight import with_model_config
 from rltool.training.manager.membership import FleetMembership
 from rltool.training.manager.rollout_engines import Engines
 from rltool.training.manager.weight_updates import Oversight, WeightUpdates
+from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.connections import Trainer
 from rltool.weights.residency import SharedGpus
 from rltool.weights.sync import SyncDeadlines, WeightSync
@@ -101,13 +102,18 @@ class PolicyEngines:
             config.weights.verify_tolerance, min(lengths, default=None), config.model.dtype,
         )  # fmt: skip
         gpus = SharedGpus(trainer, self._hooks.end) if config.engines.shares_gpus else None
-        sync = WeightSync(
-            self.engines, trainer, config.weights, check,
-            SyncDeadlines(config.deadlines.sync, config.deadlines.bucket), gpus=gpus, withdraw=self.plane.changed,
-        )  # fmt: skip
+        deadlines = SyncDeadlines(config.deadlines.sync, config.deadlines.bucket)
+        if self.book.lineage.adapters:
+            sync = AdapterSync(
+                self.engines, trainer, config.weights, check, deadlines, in_use=self.plane.samples_with
+            )  # fmt: skip
+        else:
+            sync = WeightSync(
+                self.engines, trainer, config.weights, check, deadlines, gpus=gpus, withdraw=self.plane.changed
+            )
         comparison = Comparison(
             self.engines, trainer.ranks, check, deadline=config.deadlines.sync, gpus=gpus,
-            described=with_model_config,
+            described=with_model_config, adapter=self.book.adapter,
         )  # fmt: skip
         return WeightUpdates(
             self.engines, oversight, sync, comparison, self.book, is_stopping=self._hooks.is_stopping,

@@ -75,7 +75,7 @@ class RolloutService:
         group. gateway: where that of a run with agents keeps its files."""
         self._config, self._engines, self._syncing = config, engines, syncing
         self._vocab_size = syncing.vocab_size if syncing else None
-        self.fleet = fleet or Fleet()
+        self.fleet = fleet or Fleet(labelled=syncing is None or not syncing.lineage.adapters)
         self._log, self._clock, self._on_event = log, self.fleet.clock, on_event
         self._book = VersionBook(syncing.lineage) if syncing else VersionBook(Lineage("0" * 32, 0), published=0)
         self._step = 0

@@ -18,6 +18,7 @@ from rltool.rollout.serving.guard import EngineGuard
 from rltool.rollout.serving.lease import EngineLeases
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.versions import VersionBook
+from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.sync import WeightSync
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed
 from rltool.weights.verify.comparison import Comparison
@@ -41,8 +42,8 @@ class WeightUpdates:
     is there to sync."""
 
     def __init__(
-        self, engines: EngineSet, oversight: Oversight, sync: WeightSync, comparison: Comparison, book: VersionBook, *,
-        check_all: bool, is_stopping: Callable[[], bool],
+        self, engines: EngineSet, oversight: Oversight, sync: WeightSync | AdapterSync, comparison: Comparison,
+        book: VersionBook, *, check_all: bool, is_stopping: Callable[[], bool],
     ) -> None:  # fmt: skip
         self._fleet, self._log, self.trainer, self._lock = engines.fleet, engines.log, sync.trainer, sync.trainer.lock
         self._monitor, self._leases, self._guard = oversight.monitor, oversight.leases, oversight.guard

@@ -115,7 +115,7 @@ class TrainerActor:
             critic = Critic(trainer, config.critic, total_optimizer_steps=updates)
         device = trainer.runtime.device
         sender = WeightSender(
-            config.weights, trainer.export_plan, device=device, deadline=config.deadlines.bucket,
+            config.weights, self._plan_of(trainer), device=device, deadline=config.deadlines.bucket,
             model_files=config.model.path, rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
         )  # fmt: skip
         self._closing.callback(sender.close)
@@ -242,7 +242,14 @@ class TrainerActor:
     # -- weights
 
     def export_plan(self) -> ExportPlan:
-        return self._here.trainer.export_plan
+        """Of what engines are sent."""
+        return self._plan_of(self._here.trainer)
+
+    def _plan_of(self, trainer: MegatronTrainer) -> ExportPlan:
+        if self.config.weights.lora_sync == "merged":
+            return trainer.export_plan
+        assert trainer.adapter_plan is not None, "a rule of the configuration"
+        return trainer.adapter_plan
 
     def host(self, receivers: Sequence[Receiver], group: str, directory: Path) -> dict[str, Rendezvous]:
         return self._here.sender.host(receivers, group, directory)
@@ -253,8 +260,9 @@ class TrainerActor:
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
         everywhere = self._here.sender.needs_all_ranks(urls)
-        stream = self._here.trainer.export_weights(everywhere=everywhere)
-        held = self._here.trainer.export_bytes(everywhere=everywhere)
+        trainer, merged = self._here.trainer, self.config.weights.lora_sync == "merged"
+        stream = (trainer.export_weights if merged else trainer.export_adapters)(everywhere=everywhere)
+        held = trainer.export_bytes(everywhere=everywhere) if merged else 0
         return self._here.sender.send(stream, version, urls, stream_bytes=held)
 
     @ray.method(concurrency_group="ready")

@@ -68,7 +68,7 @@ class WeightSender:
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
         self.rank, self.gpu = rank, gpu
-        self._buckets = plan.buckets(config.bucket_bytes)
+        self._buckets, self._peft = plan.buckets(config.bucket_bytes), plan.peft
         self._channels: dict[str, Channel] = {}
         self._elsewhere: set[str] = set()  # engines that other ranks send to
         self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank
@@ -84,7 +84,7 @@ class WeightSender:
         transports that leave files."""
         options = SenderOptions(
             group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu,
-            max(map(bucket_bytes, self._buckets), default=0), self._encoder,
+            max(map(bucket_bytes, self._buckets), default=0), self._encoder, self._peft,
         )  # fmt: skip
         self.leave([receiver.url for receiver in receivers])
         here = [receiver for receiver in receivers if self._sends_to(receiver)]

@@ -13,11 +13,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from rltool.engines.adapters import adapter_name
 from rltool.engines.dialects.checksums import Checksums, Compared, ParameterLayout, compare, with_ranks
 from rltool.engines.fleet.disaggregation import generate_at
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest
+from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
 from rltool.weights.residency import SharedGpus
@@ -41,19 +43,24 @@ class _Found:
 class Comparison:
     """deadline: seconds for each answer of an engine. gpus: where they
     sit on the trainer's: the ranks' parameters are away while engines are awake, and come back for this. described:
-    adds what an engine does not report of its model, from elsewhere."""
+    adds what an engine does not report of its model, from elsewhere. adapter: of which version engines are compared;
+    None: their own weights are."""
 
     def __init__(
         self, engines: EngineSet, ranks: Ranks, check: ValueCheck, *, deadline: float,
         gpus: SharedGpus | None = None, described: Callable[[EngineInfo], EngineInfo] = lambda info: info,
+        adapter: Callable[[], WeightVersion | None] = lambda: None,
     ) -> None:  # fmt: skip
+        self._adapter = adapter
         self._described = described
         self._client, self._fleet = engines.client, engines.fleet
         self._ranks, self._check, self._deadline, self._gpus = ranks, check, deadline, gpus
 
     async def compare(self, engines: Sequence[Member]) -> dict[str, Verdict]:
         """By URL. An engine that does not answer is not equal; what a rank raises is raised."""
-        request = replace(self._check.request(), n=SAMPLES)
+        version = self._adapter()
+        named = adapter_name(version) if version is not None else ""
+        request = replace(self._check.request(), n=SAMPLES, adapter=named)
         urls = [engine.url for engine in engines]
         looks = await asyncio.gather(*(self._look(engine, request) for engine in engines))
         found = {url: look for url, look in zip(urls, looks, strict=True) if isinstance(look, _Found)}
@@ -81,6 +88,8 @@ class Comparison:
             completions = await generate_at(
                 self._client, self._fleet, engine, request, timeout=self._deadline, attempts=1
             )
+            if request.adapter:  # checksums are of the model beside it
+                return _Found(engine.info, completions, {})
             checksums = await self._client.checksums(engine.endpoint, timeout=self._deadline)
             return _Found(engine.info, completions, checksums or {})
         except EngineError as error:

@@ -28,7 +28,7 @@ from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.prefetch_route import DROP_PATH, PREFETCH_PATH, PUBLISH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.transfer import wire
@@ -113,6 +113,8 @@ class FakeVllm(FakeServer):
         self._group = None
         self.native = StockVllmTransfer(self.world_size)
         self.sampled_with: list[str | None] = []  # the models that requests named
+        self.busy_adapters: set[str] = set()  # that the plugin does not drop
+        self.peft: Any = None
         self.adapters: dict[str, Any] = {}  # by name: the directory, or the tensors of the plugin's route
 
     @property
@@ -190,6 +192,8 @@ class FakeVllm(FakeServer):
         if self.plugin:
             routes |= {
                 ("POST", PREFETCH_PATH): self._prefetch,
+                ("POST", PUBLISH_PATH): self._publish_adapter,
+                ("POST", DROP_PATH): self._drop_adapter,
                 ("POST", UPDATE_PATH): self._pause_and_update,
                 ("POST", FINISH_PATH): self._finish_and_reset,
                 ("GET", "/rltool/info"): self._info,
@@ -226,7 +230,8 @@ class FakeVllm(FakeServer):
             "parent": None,
             "max_model_len": self.max_model_len,
         }
-        return web.json_response({"object": "list", "data": [model]})
+        adapters = [model | {"id": name, "parent": self.model_id} for name in self.adapters]
+        return web.json_response({"object": "list", "data": [model, *adapters]})
 
     async def _metrics(self, _) -> web.Response:
         labels = f'{{engine="0",model_name="{self.model_id}"}}'
@@ -281,6 +286,22 @@ class FakeVllm(FakeServer):
         self.adapters[name] = recorded.body["lora_path"]
         return web.Response(text="Success")
 
+    async def _publish_adapter(self, recorded: Recorded) -> web.Response:
+        name = recorded.body["name"]
+        if name in self.adapters or len(self.adapters) >= self.lora_slots:
+            return _error(409, f"{name} is taken, or all places are")
+        parts = (wire.split_flat(flat, b) for b, flat in self.prefetcher.buckets(recorded.body["version"]))
+        self.adapters[name] = {tensor: part.clone() for named in parts for tensor, part in named}
+        self.peft = recorded.body["peft"]
+        self.prefetcher.forget()
+        return web.json_response({"name": name})
+
+    async def _drop_adapter(self, recorded: Recorded) -> web.Response:
+        if recorded.body["name"] in self.busy_adapters:
+            return _error(409, "requests run with it")
+        self.adapters.pop(recorded.body["name"], None)
+        return web.json_response({})
+
     async def _unload_adapter(self, recorded: Recorded) -> web.Response:
         if self.adapters.pop(recorded.body["lora_name"], None) is None:
             return _error(404, "The lora adapter cannot be found.")
@@ -302,6 +323,13 @@ class FakeVllm(FakeServer):
                 "hf_text_config": f'Qwen2Config {{"vocab_size": {self.vocab_size}}}',
             },
             "weight_transfer_config": {"backend": self.weight_backend},
+            "lora_config": {
+                "max_lora_rank": self.lora_rank,
+                "max_loras": self.lora_slots,
+                "max_cpu_loras": None,
+            }
+            if self.lora_rank
+            else None,
             "aux_output_config": {"enable_return_routed_experts": self.routing is not None},
         }
         return web.json_response({"vllm_config": config})

@@ -9,7 +9,7 @@ import pytest
 
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, CONTROL_ROUTES
 from rltool.engines.plugin.lease import LEASE_PATH, REMEMBERED, LeaseTable, answer
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH
+from rltool.engines.plugin.prefetch_route import DROP_PATH, PREFETCH_PATH, PUBLISH_PATH
 from rltool.engines.plugin.server import ServerMiddleware
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.types import Holder, Lease
@@ -183,7 +183,7 @@ def test_control_is_the_holders_alone_until_the_lease_expires(server, clock, rou
         assert reply["lease"]["holder"] == vars(OURS)
     assert server.app.calls == [], "what is refused does not reach vLLM"
     # Our own routes look at the body, which is empty here.
-    served = 400 if route[1] in (PREFETCH_PATH, UPDATE_PATH, FINISH_PATH) else 200
+    served = 400 if route[1] in (PREFETCH_PATH, UPDATE_PATH, FINISH_PATH, PUBLISH_PATH, DROP_PATH) else 200
     assert server.ask(*route, {}, run=OURS.run)[0] == served
     clock.now += 61
     assert server.ask(*route, {}, run=OTHER.run)[0] == served
