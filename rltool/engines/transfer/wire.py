@@ -165,6 +165,10 @@ def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     return store
 
 
+KNOCK_SECONDS = 5.0
+"""For a connection to the trainer's store: time for a lost packet to be sent again twice."""
+
+
 def open_group(
     address: str,
     port: int,
@@ -184,7 +188,7 @@ def open_group(
     if store is None and rank == 0:
         store = host_store(address, port, timeout_seconds)
     elif store is None:
-        _knock(address, port, timeout_seconds / 2)
+        _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2))
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
