@@ -89,6 +89,8 @@ class AgentRoutes:
         outcome = await json_object(request)
         if set(outcome) not in ({"reward"}, {"failed"}):
             raise BadRequest('an outcome is {"reward": ...} or {"failed": reason}')
+        if isinstance(outcome.get("reward"), str):
+            raise BadRequest("a reward is a number, a list of them, an object or null", field="reward")
         self._queue.finish(request.match_info["id"], outcome)
         self._notify()
         return web.json_response(None)

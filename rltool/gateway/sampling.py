@@ -44,12 +44,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(("max_tokens",), ("chat", "completions", "anthropic"), "followed", "only cuts"),
     Parameter(("max_completion_tokens",), ("chat",), "followed", "only cuts"),
     Parameter(("max_output_tokens",), ("responses",), "followed", "only cuts"),
-    Parameter(("stop",), ("chat", "completions"), "followed", "only cuts; trained with the text that ended the reply"),
+    Parameter(("stop",), ("chat", "completions"), "followed", "only cuts; the text that ended a reply is trained"),
     Parameter(("stop_sequences",), ("anthropic",), "followed", "as stop"),
     Parameter(("stream_options",), OPENAI, "followed", "include_usage"),
     Parameter(("logprobs",), ("chat",), "followed", "those recorded, of all sampled tokens"),
     Parameter(("thinking",), ("anthropic",), "followed", "shows or hides the model's thinking; budget_tokens: a hint"),
-    Parameter(("tool_choice",), ("chat", "responses", "anthropic"), "followed", "auto; none leaves the tools out"),
+    Parameter(("tool_choice",), ("chat", "responses", "anthropic"), "followed", "a forced call: as temperature"),
     Parameter(("user", "metadata", "service_tier", "seed", "store"), ALL, "hint", "agents are not seeded"),
     Parameter(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ALL, "hint"),
     Parameter(("include",), ("responses",), "hint", "but log-probabilities: refused"),
@@ -90,13 +90,15 @@ def not_followed(
     for name in sorted(body):
         value, found = body[name], _BY_NAME.get((api, name))
         becomes = found.becomes if found else "sampling"
+        why = found.why if found else "this gateway does not know it"
+        if name == "tool_choice" and _kind(value) not in ("auto", "none"):
+            becomes, why = "sampling", "a forced call changes the distribution that the model is trained on"
         asks_nothing = value is None or bool(found and value in found.plain) or value == own.get(name, ...)
         if becomes in ("followed", "hint") or asks_nothing:
             continue
         if becomes == "refused":
             raise BadRequest(f"{name} is not served: {found.why if found else SHAPES}", field=name, code="unsupported")
         if on_sampling == "refuse":
-            why = found.why if found else "this gateway does not know it"
             raise BadRequest(
                 f"{name} is refused: {why} (temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k "
                 f"{sampling.top_k}). Leave it out, or override it: --on-sampling override, rollout.on_sampling",
@@ -108,15 +110,12 @@ def not_followed(
 
 
 def with_tools(choice: Any) -> bool:
-    """Whether the model is shown its tools, by tool_choice of any API. BadRequest for one that forces a call."""
-    kind = choice.get("type") if isinstance(choice, Mapping) else choice
-    if kind in (None, "auto", "none"):
-        return kind != "none"
-    raise BadRequest(
-        f"tool_choice {kind!r} is not served: a forced call changes the distribution that the model is trained on",
-        field="tool_choice",
-        code="unsupported",
-    )
+    """Whether the model is shown its tools, by tool_choice of any API."""
+    return _kind(choice) != "none"
+
+
+def _kind(choice: Any) -> Any:
+    return choice.get("type") if isinstance(choice, Mapping) else choice
 
 
 def parameter_table() -> str:

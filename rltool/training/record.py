@@ -4,9 +4,12 @@ Ray."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
@@ -32,7 +35,19 @@ def record_rollouts(
     """
     recorded = config.model_copy(update={"rollout": config.rollout.model_copy(update={"dump": True})})
     directory.mkdir(parents=True, exist_ok=True)
-    asyncio.run(_record(recorded, engines, directory, simulated_sync, log))
+    try:
+        asyncio.run(_until_terminated(_record(recorded, engines, directory, simulated_sync, log)))
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
+
+
+async def _until_terminated(work: Coroutine[Any, Any, None]) -> None:
+    """SIGTERM ends it in order: what it has started ends too, such as the gateway."""
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: who runs this ends it
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    await work
 
 
 async def _record(

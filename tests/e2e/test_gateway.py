@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import anthropic
 import openai
 import pytest
 import requests
@@ -19,6 +21,7 @@ from tests.gateway_models import Words, gateway_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
+LONG = 900
 ATTEMPTS = 10
 """The model is nearly sure of both answers, and is sampled at temperature 1."""
 
@@ -82,10 +85,62 @@ def two_turns(gateway: str, key: str):
     return True, requests.delete(f"{gateway}/sessions/{session['id']}", headers=bearer, timeout=30).json()
 
 
-def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
+def largest_difference(model_dir: Path, trajectory) -> float:
+    """Of a recorded log-probability and the model's own, in fp32."""
     import torch
     from transformers import Qwen2ForCausalLM
 
+    ids, mask = torch.tensor([trajectory["token_ids"]]), trajectory["loss_mask"]
+    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return max(abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss)
+
+
+def metric(engine, name: str) -> float:
+    headers = {"Authorization": f"Bearer {engine.endpoint.key_file.read_text().strip()}"}
+    lines = requests.get(f"{engine.url}/metrics", headers=headers, timeout=30).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+def hung_up(client, engine) -> float:
+    """Tokens that the engine has made for a client that went away."""
+    for _ in range(ATTEMPTS):  # the model may end by itself before that
+        before = metric(engine, "generation_tokens_total")
+        try:
+            client.with_options(timeout=0.3).completions.create(model="policy", prompt="zyx" * 9, max_tokens=LONG)
+        except openai.APITimeoutError:
+            while metric(engine, "num_requests_running"):
+                time.sleep(0.05)
+            return metric(engine, "generation_tokens_total") - before
+    pytest.fail("the model has always ended")
+
+
+def test_every_api_records_the_model_s_log_probabilities_and_a_client_that_hangs_up_ends_its_turn(
+    run, engine, model_dir
+):
+    directory, _ = run
+    gateway = json.loads((directory / "state" / "gateway.json").read_text())["url"]
+    bearer = {"Authorization": f"Bearer {(directory / 'state' / 'gateway.key').read_text()}"}
+    session = requests.post(f"{gateway}/sessions", headers=bearer, timeout=30).json()
+    gpt = openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0)
+    claude = anthropic.Anthropic(base_url=session["anthropic_base_url"], api_key=session["key"], max_retries=0)
+    with gpt, claude:
+        assert hung_up(gpt, engine) < LONG
+        messages = [{"role": "user", "content": "hello there"}]
+        first = gpt.chat.completions.create(model="policy", messages=messages, max_tokens=20, stop="e", logprobs=True)
+        gpt.completions.create(model="policy", prompt="hello", max_tokens=20)
+        gpt.responses.create(model="policy", input="and you?", max_output_tokens=20)
+        answer = {"role": "assistant", "content": first.choices[0].message.content or "-"}
+        go_on = [*messages, answer, {"role": "user", "content": "go"}]
+        said = claude.messages.create(model="policy", max_tokens=20, messages=go_on)
+        assert said.usage.output_tokens
+    record = requests.delete(f"{gateway}/sessions/{session['id']}", headers=bearer, timeout=30).json()
+    assert [turn["api"] for turn in record["turns"]][-4:] == ["chat", "completions", "responses", "anthropic"]
+    assert max(largest_difference(model_dir, trajectory) for trajectory in record["trajectories"]) < 1e-5
+
+
+def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
     directory, rltool = run
     gateway = json.loads((directory / "state" / "gateway.json").read_text())["url"]
     key = (directory / "state" / "gateway.key").read_text()
@@ -95,14 +150,10 @@ def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
 
     record = next(record for _ in range(ATTEMPTS) for called, record in [two_turns(gateway, key)] if called)
     [trajectory] = record["trajectories"]
-    ids, mask = torch.tensor([trajectory["token_ids"]]), trajectory["loss_mask"]
+    mask = trajectory["loss_mask"]
     assert sum(a != b for a, b in itertools.pairwise(mask)) == 3  # prompt, call, tool, answer
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    with torch.no_grad():
-        logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    differences = [abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss]
-    assert len(differences) > 20
-    assert max(differences) < 1e-4
+    assert sum(mask) > 20
+    assert largest_difference(model_dir, trajectory) < 1e-4
     assert sum(span["end"] - span["start"] for span in trajectory["versions"]) == sum(mask)
 
     assert CALL in Words(gateway_tokenizer()).text(trajectory["token_ids"])

@@ -22,12 +22,20 @@ def sample_record(sample: Sample, tokenizer: Tokenizer | None) -> SampleRecord:
         texts = {token: tokenizer.decode_everything([token]) for token in set(ids)}
         tokens, text = tuple(texts[token] for token in ids), tokenizer.decode(ids)
     return SampleRecord(
-        group=sample.group_id, index=sample.index, prompt=sample.prompt_text, text=text, reward=sample.reward,
+        group=sample.group_id, index=sample.index, prompt=_read(sample, tokenizer), text=text, reward=sample.reward,
         status=str(sample.status), prompt_tokens=len(sample.prompt_ids), tokens=tokens, token_ids=tuple(ids),
         mask=tuple(sample.response_mask), engine_logprobs=tuple(map(_rounded, sample.response_logprobs)),
         label=sample.label, versions=tuple((span.version, span.start, span.end) for span in sample.versions),
         metadata=sample.metadata, train_metadata=sample.train_metadata,
     )  # fmt: skip
+
+
+def _read(sample: Sample, tokenizer: Tokenizer | None) -> str:
+    """What the model has read before it wrote. An agent's prompt is not its row's text."""
+    if tokenizer is None:
+        return sample.prompt_text
+    whole = tokenizer.decode_everything(sample.prompt_ids)
+    return sample.prompt_text if whole.endswith(sample.prompt_text) else whole  # all but a BOS
 
 
 def records_to_keep(samples: Sequence[Sample], count: int, tokenizer: Tokenizer | None) -> Mapping[int, SampleRecord]:

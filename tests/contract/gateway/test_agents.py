@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,25 @@ def stretches(sample: Sample, words: Words) -> list[str]:
             found[-1].append(token)
         last = mask
     return [words.text(ids) for ids in found]
+
+
+def test_rollouts_without_a_trainer_end_with_their_gateway_when_they_are_terminated(engine, model_dir, tmp_path):
+    engine.seconds = 60_000.0
+    config = config_of(model_dir, tmp_path / "rows.jsonl", f"{PLACE}:two_questions")
+
+    def end() -> None:
+        deadline = time.monotonic() + 120
+        while not list((tmp_path / "out" / "sessions").glob("*.jsonl")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    ending = threading.Thread(target=end)
+    ending.start()
+    with pytest.raises(SystemExit) as ended:
+        record.record_rollouts(config, asyncio.run(engines_of(engine)), tmp_path / "out", log=print)
+    ending.join()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert not [p for p in psutil.Process().children(recursive=True) if "rltool.gateway.main" in p.cmdline()]
 
 
 @pytest.mark.long

@@ -201,4 +201,5 @@ def test_the_queue_s_routes_refuse_what_is_wrong(gateway):
     assert gateway.http("GET", "/episodes/a").status_code == 404
     assert gateway.http("POST", "/episodes/a", json={"task": {}}).status_code == 200
     assert gateway.http("POST", "/episodes/a/outcome", json={"reward": 1, "failed": "x"}).status_code == 400
+    assert gateway.http("POST", "/episodes/a/outcome", json={"reward": "high"}).status_code == 400
     assert gateway.http("POST", "/episodes/next", json={"worker": "w"}).json() == {"id": "a", "task": {}}

@@ -248,8 +248,12 @@ def test_no_tools_are_shown_where_none_may_be_called_and_a_forced_call_is_refuse
     choice = {"type": "none"} if ask is anthropic else "none"
     assert ask(tools=[own[ask]]).prompt.tools and not ask(tools=[own[ask]], tool_choice=choice).prompt.tools
     forced = {"type": "any"} if ask is anthropic else "required"
+    api = {chat: "chat", responses: "responses", anthropic: "anthropic"}[ask]
+    body = {"tool_choice": forced}
+    assert not_followed(api, {"tool_choice": choice}, sampling=SAMPLING, on_sampling="refuse") == ()
+    assert not_followed(api, body, sampling=SAMPLING, on_sampling="override") == ("tool_choice",)
     with pytest.raises(BadRequest, match="a forced call changes the distribution"):
-        ask(tools=[own[ask]], tool_choice=forced)
+        not_followed(api, body, sampling=SAMPLING, on_sampling="refuse")
 
 
 def test_every_parameter_has_one_treatment_in_each_api():

@@ -99,6 +99,15 @@ def test_a_record_has_the_text_of_every_token():
     assert sample_record(sample(0, 0, "a", 1.0), None).tokens == ("<97>", "<0>")
 
 
+def test_the_prompt_of_a_record_is_what_the_model_has_read():
+    """An agent's is not its row's."""
+    one = sample(0, 0, "a", 1.0)
+    one.prompt_ids, one.prompt_text = [104, 105], "hi"
+    assert sample_record(one, Letters()).prompt == "hi"
+    one.prompt_text = "the row's"
+    assert sample_record(one, Letters()).prompt == "hi" and sample_record(one, None).prompt == "the row's"
+
+
 def kept_of(samples, count):
     return records_to_keep(samples, count, Letters())
 
