@@ -61,6 +61,9 @@ class Cluster:
         """`rltool WORDS` on a host, to its end."""
         return host.run(rltool(*words), env=self.environment, cwd=self.runs.parent, code=code, timeout=timeout)
 
+    def start(self, host: Host, *words: str, out: Path) -> subprocess.Popen[bytes]:
+        return host.start(rltool(*words), env=self.environment, cwd=self.runs.parent, out=out)
+
 
 @dataclass
 class RemoteEngine:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +40,19 @@ class World:
             "train", "--config", str(self.job.root / "run.toml"), "--run", run, "--ray-address", self.cluster.address,
             "--rollout-external", self.engine.address, *(w for item in (*both, *sets) for w in ("--set", item)),
         ]  # fmt: skip
+
+    def begin(self, run: str, *sets: str) -> subprocess.Popen[bytes]:
+        return self.cluster.start(self.a, *self.words(run, *sets), out=self.job.root / f"{run}.out")
+
+    def output(self, run: str) -> str:
+        return (self.job.root / f"{run}.out").read_text()
+
+    def reaches(self, run: str, text: str) -> None:
+        """Waits until the run has said so."""
+        ends = time.monotonic() + SECONDS
+        while text not in self.output(run):
+            assert time.monotonic() < ends and "error:" not in self.output(run), self.output(run)[-4000:]
+            time.sleep(0.1)
 
     def train(self, run: str, *sets: str, code: int = 0) -> str:
         return self.cluster.run(self.a, *self.words(run, *sets), code=code, timeout=SECONDS)
@@ -100,3 +115,15 @@ def test_runs_on_a_disk_of_one_host_are_refused_before_the_first_step(world: Wor
     where = "/tmp/runs/alone/checkpoints"
     assert re.search(rf"error: checkpoints are written by all ranks to {where}, .* rank 1 on host b:", said)
     assert "step 1/3" not in said
+
+
+@pytest.mark.long
+def test_a_minute_without_the_engine_delays_a_run_and_no_more(world: World):
+    a, _, c = world.hosts
+    running = world.begin("cut", "steps=8", "deadlines.sync=20", "deadlines.call=10")
+    world.reaches("cut", "step 2/")
+    world.hosts.partition(a, c)
+    time.sleep(60)
+    world.hosts.heal()
+    assert running.wait(SECONDS) == 0, world.output("cut")
+    assert [step["step"] for step in metrics(world.cluster.runs, "cut")] == list(range(8))
