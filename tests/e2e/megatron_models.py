@@ -30,7 +30,9 @@ EXPERTS = (
 )  # fmt: skip
 ZERO_CENTRED = ("gemma2", "gemma3")
 """Norms multiply by 1 + weight."""
-FEW = ("glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2")
+FEW = (
+    "llama", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2",
+)  # fmt: skip
 """Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
 as well."""
 HEAD_DIM = 32

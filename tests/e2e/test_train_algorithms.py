@@ -81,7 +81,7 @@ def response_logprobs(path: Path, samples: list[Sample]) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.long  # resumes, and a teacher, are also in the next one
+@pytest.mark.long  # resumes are also in the test of PPO, a teacher in the next one
 def test_distillation_from_a_teacher_trains_and_resumes_bit_equally(job, tmp_path):
     teacher = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2)
     sets = ["algorithm.advantage=distill", f"model.teacher_path={teacher}"]
@@ -106,14 +106,12 @@ def response_distributions(path: Path, sample: Sample) -> torch.Tensor:
     return logits[len(sample.prompt_ids) - 1 : -1].log_softmax(-1)
 
 
-def test_distillation_by_a_loss_trains_resumes_bit_equally_and_is_the_same_from_a_recording(job, tmp_path):
-    teacher, k = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2), 4
-    common = ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", f"algorithm.distill_top_k={k}"]
-    sets = [*common, f"model.teacher_path={teacher}"]
-    whole = replay(job, "loss", sets=sets)
-    replay(job, "loss-halved", "--steps", "1", sets=sets)
-    assert replay(job, "loss-halved", "--resume", sets=sets) == whole
+DISTILLED = ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "algorithm.distill_top_k=4"]
 
+
+def test_distillation_by_a_loss_trains_and_is_the_same_from_a_recording(job, tmp_path):
+    teacher, k = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2), 4
+    replay(job, "loss", sets=[*DISTILLED, f"model.teacher_path={teacher}"])
     divergences = []
     for step in range(STEPS):
         samples = read_dump(job.root / "recorded", step).samples
@@ -129,12 +127,21 @@ def test_distillation_by_a_loss_trains_resumes_bit_equally_and_is_the_same_from_
     first = job.steps("loss")[0]
     assert first["train/grad_norm"] > 0 and first["train/advantage_std"] == 0
     assert first["train/distill_kl"] == pytest.approx(statistics.fmean(divergences), rel=1e-4)
-    served = [*common, "model.teacher=big", f"models.big.path={teacher}"]
+    served = [*DISTILLED, "model.teacher=big", f"models.big.path={teacher}"]
     replay(job, "loss-served", sets=served, rollouts=tmp_path / "scored")
     # Adam's first step is the sign of the gradient, also of rounding errors.
     for ours, theirs, within in zip(job.steps("loss"), job.steps("loss-served"), (1e-4, 1e-2), strict=True):
         for name in ("train/loss", "train/distill_kl", "train/grad_norm"):
             assert theirs[name] == pytest.approx(ours[name], rel=within)
+
+
+@pytest.mark.long  # a teacher adds nothing to a checkpoint; resumes are also below and in test_train.py
+def test_distillation_by_a_loss_resumes_bit_equally(job, tmp_path):
+    teacher = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2)
+    sets = [*DISTILLED, f"model.teacher_path={teacher}"]
+    whole = replay(job, "loss-whole", sets=sets)
+    replay(job, "loss-halved", "--steps", "1", sets=sets)
+    assert replay(job, "loss-halved", "--resume", sets=sets) == whole
 
 
 @pytest.mark.long

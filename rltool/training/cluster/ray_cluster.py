@@ -79,7 +79,7 @@ def ray_cluster(
             "_node_ip_address": LOOPBACK, "include_dashboard": False, "_temp_dir": str(directory), **_common(),
         }  # fmt: skip
         before = children()
-        with _on_loopback(), _in_groups_of_their_own(), environment(_variables(gpus)):
+        with _on_loopback(), _in_groups_of_their_own(), _without_unused_services(), environment(_variables(gpus)):
             start_ray(lambda: ray.init(**options), deadline, while_waiting, logs)
         watch = RayWatch(watched_processes(before))
         try:
@@ -165,6 +165,27 @@ def _in_groups_of_their_own() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = before  # pyright: ignore
+
+
+UNUSED_SERVICES = ("start_monitor", "start_log_monitor", "start_api_server")
+"""Of ray._private.node.Node, each a Python process: the autoscaler, of one node; the relay of workers' output to the
+driver, which _common turns off; the dashboard, which include_dashboard=False starts with fewer pages."""
+
+
+@contextmanager
+def _without_unused_services() -> Iterator[None]:
+    """A Ray that is started in this block has no UNUSED_SERVICES: 2 of its 6 s of CPU. ray.init has no options for
+    that. What another version of Ray does not have is left out."""
+    from ray._private.node import Node
+
+    before = {name: getattr(Node, name) for name in UNUSED_SERVICES if hasattr(Node, name)}
+    for name in before:
+        setattr(Node, name, lambda _node, **_options: None)
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(Node, name, method)
 
 
 def available_gpus(config: RayConfig, preflight: float) -> tuple[float, str]:

@@ -6,7 +6,7 @@ from rltool.config.sections import ModelConfig, RayConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import TrainingStopped
 from rltool.training.cluster.placement import plan_placement
-from rltool.training.cluster.ray_cluster import ray_cluster
+from rltool.training.cluster.ray_cluster import UNUSED_SERVICES, ray_cluster
 
 
 def test_without_an_address_a_cluster_of_ones_own_is_started_whatever_else_runs_on_the_machine(monkeypatch):
@@ -47,6 +47,29 @@ def test_the_directory_of_a_local_ray_is_closed_to_others_and_goes_with_it_but_t
                 raise ended_by
         assert not given[-1].parent.exists()
         assert (logs / "raylet.out").exists() == (ended_by is not None)
+
+
+def test_a_local_cluster_starts_no_service_that_a_run_does_not_use_and_others_get_theirs_back(monkeypatch):
+    import ray
+    from ray._private.node import Node
+
+    started = []
+    for name in UNUSED_SERVICES:
+        assert hasattr(Node, name), "this version of Ray has it under another name"
+        monkeypatch.setattr(Node, name, lambda _node, name=name, **_options: started.append(name))
+
+    def init(**_options):
+        Node.start_monitor(None)  # pyright: ignore
+        Node.start_log_monitor(None)  # pyright: ignore
+        Node.start_api_server(None, include_dashboard=False, raise_on_failure=False)  # pyright: ignore
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    plan = plan_placement(TrainConfig(model=ModelConfig(path="model")), gpu=False, generates=False)
+    with ray_cluster(RayConfig(), plan, preflight=30.0):
+        assert started == []
+    init()
+    assert started == list(UNUSED_SERVICES)
 
 
 def test_a_local_cluster_hands_out_the_gpus_of_the_run_and_gives_nobody_a_niceness(monkeypatch):
