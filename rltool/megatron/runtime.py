@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from rltool.config.parallel import ParallelLayout
-from rltool.engines.transfer.wire import host_store
+from rltool.engines.transfer.wire import host_store, local_address
 from rltool.errors import RltoolError, UsageError
 from rltool.megatron.patches import cpu_mode
-from rltool.processes.hosts import interface_of, is_loopback
+from rltool.processes.hosts import interface_of
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -123,7 +123,7 @@ class Runtime:
     def _join(self, world_size: int, at: Rendezvous) -> None:
         limit = timedelta(seconds=at.timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        _keep_gloo_on_loopback(at.address)
+        _keep_gloo_on_route(at.address, at.port)
         try:
             # A TCPStore of its own making listens on every interface, whatever address it is given.
             if at.rank == 0:
@@ -136,9 +136,9 @@ class Runtime:
             dist.init_process_group(backend, store=store, rank=at.rank, world_size=world_size, timeout=limit)
         except (dist.DistError, RuntimeError, TimeoutError) as error:
             raise RendezvousFailed(
-                f"trainer rank {at.rank} of {world_size} could not join the others at {at.address}:{at.port} within "
-                f"{at.timeout:g} s ({error}); check that all ranks run and that this address is reachable from each of "
-                f"their hosts"
+                f"trainer rank {at.rank} of {world_size} on host {socket.gethostname()} could not join the others at "
+                f"{at.address}:{at.port} within {at.timeout:g} s ({error}); check that all ranks run and that this "
+                "address is reachable from each of their hosts"
             ) from error
 
     @property
@@ -205,12 +205,16 @@ class Runtime:
         dist.destroy_process_group()
 
 
-def _keep_gloo_on_loopback(address: str) -> None:
-    """Where the ranks meet on loopback, gloo listens there too, in this group and in those made later.
+def _keep_gloo_on_route(address: str, port: int) -> None:
+    """Gloo listens on the interface that leads to where the ranks meet, in this group and in those made later.
 
-    By itself it takes the address that the host's name resolves to. A setting of the user's is left alone.
+    By itself it takes the address that the host's name resolves to: often 127.0.1.1, or that of another network. A
+    setting of the user's is left alone.
     """
-    interface = interface_of(address) if is_loopback(address) else None
+    try:
+        interface = interface_of(local_address(address, port or 1))
+    except OSError:  # no such name or no route: the rendezvous reports it
+        return
     if interface is not None:
         os.environ.setdefault(GLOO_INTERFACE, interface)
 

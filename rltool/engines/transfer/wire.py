@@ -165,6 +165,10 @@ def host_store(host: str, port: int, timeout_seconds: float) -> TCPStore:
     return store
 
 
+KNOCK_SECONDS = 5.0
+"""For a connection to the trainer's store: time for a lost packet to be sent again twice."""
+
+
 def open_group(
     address: str,
     port: int,
@@ -184,11 +188,24 @@ def open_group(
     if store is None and rank == 0:
         store = host_store(address, port, timeout_seconds)
     elif store is None:
+        _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2))
         store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
+
+
+def _knock(address: str, port: int, seconds: float) -> None:
+    """ConnectionError naming both ends where the trainer's store cannot be reached: TCPStore itself asks for longer
+    than the trainer waits for an answer."""
+    try:
+        socket.create_connection((address, port), seconds).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"host {socket.gethostname()} does not reach the trainer at {address}, port {port} ({error}): a firewall "
+            "between them (weights.port_range)? The address of another host there (weights.advertise_host)?"
+        ) from error
 
 
 def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:

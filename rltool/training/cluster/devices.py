@@ -10,17 +10,20 @@ from typing import Literal
 import torch
 
 from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory
 
 Device = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class RankDevice:
-    """What one rank finds where it runs. gpu: name of the first GPU that torch sees in its process; None: none."""
+    """What one rank finds where it runs. gpu: name of the first GPU that torch sees in its process; None: none. run_id:
+    of the run directory at the driver's path; None: none is there."""
 
     rank: int
     host: str
     gpu: str | None
+    run_id: str | None = None
 
 
 def visible_gpus() -> int:
@@ -28,9 +31,10 @@ def visible_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
-def device_of_rank(rank: int) -> RankDevice:
+def device_of_rank(rank: int, run: RunDirectory | None = None) -> RankDevice:
     """Of the process that calls it."""
-    return RankDevice(rank, socket.gethostname(), torch.cuda.get_device_name(0) if visible_gpus() else None)
+    gpu = torch.cuda.get_device_name(0) if visible_gpus() else None
+    return RankDevice(rank, socket.gethostname(), gpu, run.run_id if run is not None and run.is_made else None)
 
 
 def choose_device(*, ranks: int, gpus: float, where: str) -> Device:
@@ -58,6 +62,18 @@ def check_rank_devices(planned: Device, found: Sequence[RankDevice]) -> None:
         raise UsageError(
             f"the trainer runs on cuda, but torch sees no GPU in {named}: is torch built for CUDA there, and does "
             f'nvidia-smi work? Otherwise set trainer.device = "cpu"'
+        )
+
+
+def check_shared_run(run: RunDirectory, found: Sequence[RankDevice]) -> None:
+    """UsageError naming every rank, with its host, that does not see the run directory: all write and read its
+    checkpoints, of which one is written however the run ends."""
+    without = [at for at in found if at.run_id != run.run_id]
+    if without:
+        named = ", ".join(f"rank {at.rank} on host {at.host}" for at in without)
+        raise UsageError(
+            f"checkpoints are written by all ranks to {run.checkpoints_dir}, and that run directory is not seen by "
+            f"{named}: put the runs on a disk that the hosts of all ranks share, at one path (RLTOOL_RUNS)"
         )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group_table
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
@@ -28,6 +28,11 @@ class Place:
     node: str
     address: str
     gpus: tuple[int, ...] = ()
+
+
+def this_node() -> NodeAffinitySchedulingStrategy:
+    """For an actor that shall be on the driver's own."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
 
 
 def in_order(places: Sequence[Place]) -> list[Place]:

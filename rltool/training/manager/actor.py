@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -53,9 +54,13 @@ class RolloutActor:
     """Every method is a coroutine: a long poll for a batch does not keep a status or a stop waiting."""
 
     def __init__(
-        self, config: TrainConfig, engines: Engines, *, syncing: Syncing, log_file: Path | None, gateway: GatewayPlace
-    ) -> None:
+        self, config: TrainConfig, engines: Engines, *, syncing: Syncing, log_file: Path | None, gateway: GatewayPlace,
+        cwd: Path,
+    ) -> None:  # fmt: skip
+        """cwd: the driver's, by which relative paths are meant. That of a cluster's processes is where its node was
+        started."""
         redirect_output(log_file)
+        os.chdir(cwd)
         self._arguments = (config, engines)
         self._options: dict[str, Any] = {"syncing": syncing, "gateway": gateway}
         self._service: RolloutService

@@ -21,6 +21,7 @@ from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.rollout.measure.evaluation import Evaluated, write_evaluated
 from rltool.rollout.snapshot import SourceState
 from rltool.terminal import Console
+from rltool.training.cluster.places import this_node
 from rltool.training.cluster.ray_calls import Waiting, get_all, is_ready
 from rltool.training.manager.actor import RolloutActor
 from rltool.training.manager.batch import Rollout
@@ -69,9 +70,11 @@ class Rollouts:
             files.endpoints, engines.endpoints, data_url=engines.router.url if engines.router else None,
             log=console.print,
         )  # fmt: skip
-        # It waits for sockets: no GPU, no CPU, and a place outside of the placement group.
-        self._actor: Any = RolloutActor.remote(  # whose methods Ray's types do not have
-            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway
+        # It waits for sockets: no GPU, no CPU, and a place outside of the placement group, on the driver's host: key
+        # files, data and the run directory are where the command was given.
+        create = RolloutActor.options(scheduling_strategy=this_node()).remote
+        self._actor: Any = create(  # whose methods Ray's types do not have
+            config, engines, syncing=syncing, log_file=files.log, gateway=files.gateway, cwd=Path.cwd()
         )
 
     @property

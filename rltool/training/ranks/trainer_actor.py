@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from rltool.megatron.offload import Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
+from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster.devices import RankDevice, device_of_rank
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
@@ -56,20 +58,25 @@ class TrainerActor:
     the concurrency groups "abort" and "ready" run beside them, on others."""
 
     def __init__(
-        self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False, served: bool = False
-    ) -> None:
+        self, config: TrainConfig, rank: int, log_file: Path | None, *, stays: bool = False, served: bool = False,
+        cwd: Path | None = None,
+    ) -> None:  # fmt: skip
         """stays: its memory is on its GPU also while colocated engines are awake. served: it has named models (`call`)
-        in the place of the configured one."""
+        in the place of the configured one. cwd: the driver's, by which relative paths are meant, also on hosts that
+        have it."""
         redirect_output(log_file)
+        if cwd is not None:
+            with contextlib.suppress(OSError):
+                os.chdir(cwd)
         self.config, self.rank, self.stays, self._is_served = config, rank, stays, served
         self._served: ServedRank | None = None
         self._started: _Parts | None = None
         self._closing = contextlib.ExitStack()
 
-    def device(self) -> RankDevice:
+    def device(self, run: RunDirectory | None) -> RankDevice:
         """What this rank finds where it runs: the driver compares it with the plan before the ranks wait for each
         other."""
-        return device_of_rank(self.rank)
+        return device_of_rank(self.rank, run)
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 shall host the rendezvous of the ranks: (address of this node, a port that was free just

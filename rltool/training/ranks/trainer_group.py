@@ -17,7 +17,8 @@ from rltool.config.train import TrainConfig
 from rltool.errors import PartLost
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.offload import PARTS
-from rltool.training.cluster.devices import Device, RankDevice, check_rank_devices
+from rltool.processes.run_directory import RunDirectory
+from rltool.training.cluster.devices import Device, RankDevice, check_rank_devices, check_shared_run
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.ray_calls import DeadlinePassed, Waiting, get_all, rank_names
 from rltool.training.ranks.rank_handles import RankHandles
@@ -35,13 +36,16 @@ class TrainerGroup:
         self, config: TrainConfig, plan: PlacementPlan, group: PlacementGroup | None, log_dir: Path | None,
         *, order: Sequence[int] | None = None, served: bool = False,
     ) -> None:  # fmt: skip
-        """order: the bundle of each rank; None: rank 0 has the first, and so on. served: as for TrainerActor; call
-        `load_weights` after `start`, then training.served.RankedTrainer has the rest."""
+        """log_dir: of this attempt, in a run directory. order: the bundle of each rank; None: rank 0 has the first,
+        and so on. served: as for TrainerActor; call `load_weights` after `start`, then training.served.RankedTrainer
+        has the rest."""
         # What "auto" stands for is decided: a rank that found something else would compute in another way than the
         # others.
         trainer = config.trainer.model_copy(update={"device": plan.device})
         config = config.model_copy(update={"trainer": trainer})
         self.config = config
+        run = RunDirectory(log_dir.parents[1]) if log_dir is not None else None
+        self._run = run if run is not None and run.is_made else None
         self.device: Device = plan.device
         self.devices: list[RankDevice] = []
         self.ranks = []
@@ -53,7 +57,9 @@ class TrainerGroup:
                 )
             log_file = log_dir / f"trainer_rank{rank}.log" if log_dir else None
             actor = TrainerActor.options(**options)
-            self.ranks.append(actor.remote(config, rank, log_file, stays=plan.ranks_stay, served=served))
+            self.ranks.append(
+                actor.remote(config, rank, log_file, stays=plan.ranks_stay, served=served, cwd=Path.cwd())
+            )
         self.coordinates: list[Coordinates] = []
         self.export_plan: ExportPlan | None = None
         self.sharder = Sharder(config)
@@ -63,15 +69,17 @@ class TrainerGroup:
 
     def start(self, total_optimizer_steps: int, while_waiting: Waiting | None = None) -> None:
         """Let the ranks look for their devices, find each other and build the model. Waits rendezvous_timeout at most,
-        plus the time to import. UsageError naming ranks and hosts without the planned device."""
+        plus the time to import. UsageError naming ranks and hosts without the planned device or the run directory."""
         deadline = self.config.trainer.rendezvous_timeout + 120
         name = "trainer.rendezvous_timeout and 120 s for imports:"
 
         def ask(calls: Sequence[ray.ObjectRef]) -> list[Any]:
             return get_all(calls, deadline, name, who=rank_names(len(calls)), while_waiting=while_waiting)
 
-        self.devices = ask([rank.device.remote() for rank in self.ranks])
+        self.devices = ask([rank.device.remote(self._run) for rank in self.ranks])
         check_rank_devices(self.device, self.devices)
+        if self._run is not None:
+            check_shared_run(self._run, self.devices)
         master = ask([self.ranks[0].address.remote()])[0]
         self.coordinates = ask([rank.start.remote(master, total_optimizer_steps) for rank in self.ranks])
         self.export_plan = ask([self.ranks[0].export_plan.remote()])[0]

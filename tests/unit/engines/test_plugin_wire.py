@@ -1,5 +1,6 @@
 """The wire contract of weight transfer: bytes, and a gloo group of two threads on loopback."""
 
+import re
 import socket
 import threading
 
@@ -98,3 +99,12 @@ def test_a_peer_that_does_not_come_is_given_up():
 @pytest.mark.parametrize("url", ["http://127.0.0.1:8101", "http://127.0.0.1", "http://127.0.0.1:8101/v1"])
 def test_a_host_reaches_loopback_from_loopback(url):
     assert local_address_towards(url) == wire.local_address("127.0.0.1", 1) == "127.0.0.1"
+
+
+def test_a_trainer_that_is_not_reached_is_named_with_both_ends():
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))  # and does not listen
+        port = held.getsockname()[1]
+        said = rf"host {re.escape(socket.gethostname())} does not reach the trainer at 127\.0\.0\.1, port {port} "
+        with pytest.raises(ConnectionError, match=said):
+            wire.open_group("127.0.0.1", port, 1, 2, "g", 10)

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import re
 import socket
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from rltool.config.sections import RayConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.training import prepare
 from rltool.training.cluster import ray_cluster as cluster
 from rltool.training.cluster.devices import (
     RankDevice,
     check_rank_devices,
+    check_shared_run,
     choose_device,
     describe_devices,
     device_of_rank,
 )
 from rltool.training.cluster.placement import plan_placement
+from rltool.training.manager.actor import RolloutActor
+from rltool.training.ranks.trainer_actor import TrainerActor
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (4, "cuda"), (64.0, "cuda")])
@@ -40,6 +46,15 @@ def test_a_rank_without_the_planned_gpu_is_named_with_its_host():
         check_rank_devices("cuda", found)
     check_rank_devices("cuda", found[:1])
     check_rank_devices("cpu", found)
+
+
+def test_ranks_that_do_not_see_the_run_directory_are_named_with_their_hosts(tmp_path):
+    run, other = open_run("x", create=True, root=tmp_path), open_run("x", create=True, root=tmp_path / "elsewhere")
+    found = [device_of_rank(0, run), replace(device_of_rank(1, other), host="b"), RankDevice(2, "c", None)]
+    with pytest.raises(UsageError, match=rf"{run.checkpoints_dir}, .* not seen by rank 1 on host b, rank 2 on host c:"):
+        check_shared_run(run, found)
+    check_shared_run(run, found[:1])
+    assert device_of_rank(0, RunDirectory(tmp_path / "none")).run_id is None
 
 
 def test_ranks_are_described_by_host_and_device():
@@ -150,3 +165,19 @@ def test_a_head_node_that_is_starting_is_waited_for(monkeypatch):
 def test_the_plan_says_what_its_ranks_run_on():
     assert plan_placement(config("auto", None), gpu=True, generates=False).device == "cuda"
     assert plan_placement(config("auto", None), gpu=False, generates=False).device == "cpu"
+
+
+def test_relative_paths_mean_the_drivers_directory_in_actors_and_ranks_elsewhere_keep_theirs(tmp_path, monkeypatch):
+    """A cluster's processes start where `ray start` was."""
+    monkeypatch.chdir(tmp_path)
+    driver = tmp_path / "driver"
+    driver.mkdir()
+    settings = config("cpu", None)
+    rank, manager = (actor.__ray_metadata__.modified_class for actor in (TrainerActor, RolloutActor))
+    rank(settings, 0, None, cwd=tmp_path / "not on this host")
+    assert Path.cwd() == tmp_path
+    rank(settings, 0, None, cwd=driver)
+    assert Path.cwd() == driver
+    monkeypatch.chdir(tmp_path)
+    manager(settings, None, syncing=None, log_file=None, gateway=None, cwd=driver)
+    assert Path.cwd() == driver

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from rltool.config.train import TrainConfig
-from rltool.megatron.runtime import GLOO_INTERFACE, _keep_gloo_on_loopback
+from rltool.megatron.runtime import GLOO_INTERFACE, _keep_gloo_on_route
 from rltool.processes.hosts import interface_of
 from rltool.training.cluster.listening import beyond_loopback
 
@@ -50,13 +50,13 @@ def test_an_advertised_loopback_address_or_no_transfer_opens_nothing():
     assert said(weights={"advertise_host": "203.0.113.9"}, sends=False) == []
 
 
-def test_gloo_stays_on_loopback_where_the_ranks_meet_there_and_a_users_choice_stands(monkeypatch):
+def test_gloo_listens_on_the_interface_that_leads_to_the_rendezvous_and_a_users_choice_stands(monkeypatch):
     monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
     monkeypatch.delenv(GLOO_INTERFACE)
-    _keep_gloo_on_loopback("203.0.113.9")
+    _keep_gloo_on_route("no such name.invalid", 1)
     assert GLOO_INTERFACE not in os.environ
-    _keep_gloo_on_loopback("127.0.0.1")
+    _keep_gloo_on_route("127.0.0.1", 0)
     assert os.environ[GLOO_INTERFACE] == interface_of("127.0.0.1") != ""
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
-    _keep_gloo_on_loopback("127.0.0.1")
+    _keep_gloo_on_route("127.0.0.1", 1)
     assert os.environ[GLOO_INTERFACE] == "eth7"

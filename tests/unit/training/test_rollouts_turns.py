@@ -55,7 +55,9 @@ class Manager:
 @pytest.fixture
 def manager(monkeypatch):
     made = Manager()
-    monkeypatch.setattr(rollouts, "RolloutActor", SimpleNamespace(remote=lambda *_, **__: made))
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_, **__: made))
+    monkeypatch.setattr(rollouts, "RolloutActor", actor)
+    monkeypatch.setattr(rollouts, "this_node", lambda: None)
     monkeypatch.setattr(rollouts, "get_all", made.answer)
     monkeypatch.setattr(rollouts, "is_ready", lambda ref: made.is_ready)
     return made

@@ -1,0 +1,105 @@
+"""A Ray cluster and engines over the hosts of tests/hosts, as docs/hosts.md sets them up."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.hosts import Host, Hosts
+
+RAY = Path(sys.executable).with_name("ray")
+RAY_PORT = 6379
+ENGINE_PORT = 8101
+READY_SECONDS = 240.0
+MEMORY = 80_000_000
+"""Bytes of a node's object store."""
+
+
+def rltool(*words: str) -> list[str]:
+    return [sys.executable, "-m", "rltool", *words]
+
+
+@dataclass
+class Cluster:
+    """Ray nodes on `nodes`, the first of which is the head; `runs`: RLTOOL_RUNS of every command."""
+
+    hosts: Hosts
+    nodes: Sequence[Host]
+    runs: Path
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        token = secrets.token_hex(32)
+        self.environment |= {
+            "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_worker_niceness": "0", "RLTOOL_RUNS": str(self.runs), "COLUMNS": "250", "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        for node in self.nodes:
+            self.join(node)
+
+    @property
+    def address(self) -> str:
+        return f"{self.nodes[0].address}:{RAY_PORT}"
+
+    def join(self, node: Host, *more: str) -> None:
+        where = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
+        if node is not self.nodes[0]:
+            where = [f"--address={self.address}"]
+        argv = [
+            str(RAY), "start", *where, f"--node-ip-address={node.address}", "--num-cpus=2",
+            f"--object-store-memory={MEMORY}", "--disable-usage-stats", *more,
+        ]  # fmt: skip
+        node.run(argv, env=self.environment)
+
+    def run(self, host: Host, *words: str, code: int = 0, timeout: float = 240.0) -> str:
+        """`rltool WORDS` on a host, to its end."""
+        return host.run(rltool(*words), env=self.environment, cwd=self.runs.parent, code=code, timeout=timeout)
+
+    def start(self, host: Host, *words: str, out: Path) -> subprocess.Popen[bytes]:
+        return host.start(rltool(*words), env=self.environment, cwd=self.runs.parent, out=out)
+
+
+@dataclass
+class RemoteEngine:
+    """A vLLM that `serve-engines` keeps on a host, which shares no run directory with others."""
+
+    host: Host
+    process: subprocess.Popen[bytes]
+    out: Path
+
+    @property
+    def address(self) -> str:
+        return f"{self.host.address}:{ENGINE_PORT}"
+
+    @property
+    def key(self) -> str:
+        return self.host.outside(self.host.here / "runs" / "fleet" / "state" / "key").read_text()
+
+    def wait(self) -> RemoteEngine:
+        ends = time.monotonic() + READY_SECONDS
+        ask = [sys.executable, "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)"]
+        while "Error" in self.host.run([*ask, f"http://{self.address}/health"], code=None):
+            if self.process.poll() is not None or time.monotonic() > ends:
+                raise AssertionError(f"the engine on {self.host.name} does not serve:\n{self.out.read_text()[-6000:]}")
+            time.sleep(0.5)
+        return self
+
+
+def serve(host: Host, model: Path, out: Path, *more: str) -> RemoteEngine:
+    """Begin to serve; `wait` waits."""
+    words = ["serve-engines", str(model), "--device", "cpu", "--host", host.address, "--port", str(ENGINE_PORT)]
+    argv = rltool(*words, "--run", "fleet", *more)
+    process = host.start(argv, env={"COLUMNS": "250", "RLTOOL_RUNS": str(host.here / "runs")}, out=out)
+    return RemoteEngine(host, process, out)
+
+
+def metrics(runs: Path, run: str) -> list[dict]:
+    """Records of training steps."""
+    lines = (runs / run / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "train/grad_norm" in record]
