@@ -33,7 +33,7 @@ def by_vllm(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any
 
     cuda = torch.cuda.is_available()
     options: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.4} if cuda else {}
-    engine = LLM(str(args.model), dtype=args.dtype, max_model_len=args.longest, seed=0, enforce_eager=args.eager,
+    engine: Any = LLM(str(args.model), dtype=args.dtype, max_model_len=args.longest, seed=0, enforce_eager=args.eager,
                  enable_prefix_caching=False, **options)  # fmt: skip
     sampling = SamplingParams(temperature=1.0, max_tokens=args.tokens, logprobs=0, ignore_eos=True, seed=0)
     outputs = engine.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
@@ -81,7 +81,7 @@ def batch_of(sequences: list[list[int]], prompts: list[list[int]]) -> Any:
 
 
 def by_trainer(
-    args: argparse.Namespace, dtype: str, sequences: list[list[int]], prompts: list[list[int]], **trainer: Any
+    args: argparse.Namespace, dtype: Any, sequences: list[list[int]], prompts: list[list[int]], **trainer: Any
 ) -> tuple[Tensor, list[list[Tensor]]]:
     """(log-probabilities of the sampled tokens, residual stream after each layer of the first sequences)."""
     from rltool.config.algorithm import AlgorithmConfig
@@ -122,7 +122,7 @@ def by_transformers(args: argparse.Namespace, sequences: list[list[int]], prompt
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device)
     rows = []
     for sequence, prompt in zip(sequences, prompts, strict=True):
         tokens = torch.tensor(sequence, device=device)
