@@ -122,7 +122,8 @@ def by_transformers(args: argparse.Namespace, sequences: list[list[int]], prompt
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype))
+    model.to(device)
     rows = []
     for sequence, prompt in zip(sequences, prompts, strict=True):
         tokens = torch.tensor(sequence, device=device)
