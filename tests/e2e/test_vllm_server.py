@@ -128,9 +128,10 @@ def test_all_allowed_routes_exist(vllm_engine_tied):
     """A route that vLLM drops or renames must fail here and not in a training run."""
     added_by_us = {route for route in ALLOWED_ROUTES if route[1].startswith("/rltool/")}
     added_by_us |= {("POST", "/generate"), ("GET", "/model_info")}
-    of_classifiers = {("POST", "/classify")}  # test_reward_model asks it of an engine with task = "classify"
-    assert of_classifiers.isdisjoint(served_routes(vllm_engine_tied))
-    assert ALLOWED_ROUTES - added_by_us - of_classifiers <= set(served_routes(vllm_engine_tied))
+    # test_reward_model asks an engine with task = "classify", test_adapter_sync one with --enable-lora.
+    of_others = {("POST", "/classify"), ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter")}
+    assert of_others.isdisjoint(served_routes(vllm_engine_tied))
+    assert ALLOWED_ROUTES - added_by_us - of_others <= set(served_routes(vllm_engine_tied))
 
 
 def test_weights_are_loaded_again_from_where_the_server_read_them(vllm_engine_untied):
