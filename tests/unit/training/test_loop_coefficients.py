@@ -64,7 +64,8 @@ def test_a_checkpoint_hands_them_back(kept):
     saved = {"step": 3, "lineage": Lineage("run", 1).to_json(), "source": {}}
     saved["coefficients"] = None if kept is None else asdict(kept)
     trainer: Any = SimpleNamespace(load_checkpoint=lambda *_: json.loads(json.dumps(saved)))
-    prepared: Any = SimpleNamespace(resume_from=Path("step_3"))
+    config = SimpleNamespace(weights=SimpleNamespace(lora_sync="merged"))
+    prepared: Any = SimpleNamespace(resume_from=Path("step_3"), config=config)
     run_directory: Any = SimpleNamespace(run_id="run")
     assert _load(prepared, run_directory, trainer, 2, lambda: None).progress.coefficients == kept
 
