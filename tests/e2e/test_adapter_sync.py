@@ -23,8 +23,8 @@ from rltool.config.sections import LoraConfig
 from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
+from rltool.engines.plugin.adapters import take
 from rltool.engines.plugin.loading import WeightUpdateError
-from rltool.engines.plugin.prefetch_route import take
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
 from rltool.engines.types import Bucket, Completion, GenerateRequest, SamplingParams

@@ -23,18 +23,19 @@ from starlette.websockets import WebSocketClose
 
 from rltool.engines.plugin import info, sglang_api
 from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
+from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH, drop_adapter, publish_adapter
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
-from rltool.engines.plugin.pausing import PAUSE_PATH, keeps_requests, pause
-from rltool.engines.plugin.prefetch_route import (
-    DROP_PATH,
-    PREFETCH_PATH,
-    PUBLISH_PATH,
-    drop_adapter,
-    prefetch,
-    publish_adapter,
+from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
+from rltool.engines.plugin.update_route import (
+    FINISH_PATH,
+    PAUSE_PATH,
+    UPDATE_PATH,
+    finish_update,
+    keeps_requests,
+    pause,
+    update_weights,
 )
-from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH, finish_update, update_weights
 from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
 

@@ -86,7 +86,7 @@ class WeightUpdateRecovery:
         """What was fetched as `version` becomes the adapter of this id. Returns why it cannot, or ""."""
 
         def take_it() -> None:
-            from rltool.engines.plugin.prefetch_route import take
+            from rltool.engines.plugin.adapters import take
 
             prefetcher = self.weight_transfer_engine.prefetcher
             take(self.model_runner.lora_manager, prefetcher.buckets(version), lora_id, peft)

@@ -24,11 +24,12 @@ from rltool.engines import arrays
 from rltool.engines.dialects.protocol import MEMORY_TAGS
 from rltool.engines.dialects.sampling_mask import find_mask
 from rltool.engines.plugin import sglang_api
+from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
-from rltool.engines.plugin.prefetch_route import DROP_PATH, PREFETCH_PATH, PUBLISH_PATH, prefetch
+from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
 from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.transfer import wire
