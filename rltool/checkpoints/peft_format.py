@@ -7,7 +7,7 @@ which fuses experts as it loads them. The package itself is not needed here.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -129,15 +129,22 @@ def write_peft(
     if `final` exists."""
     adapted = adapters_of(family, lora.rank, lora.targets)
     parameters = [parameter for each in adapted for parameter in each.parameters]
+    tensors = (tensor for p in parameters for tensor in p.split(read(p)))
+    config, layout = peft_config(family, adapted, lora, base), [hf for p in parameters for hf in p.hf]
+    write_adapter_files(final, config, layout, tensors)
+    return adapted
+
+
+def write_adapter_files(
+    final: Path, config: Mapping[str, Any], layout: Iterable[tuple[str, tuple[int, ...]]], tensors: Iterable[Tensor]
+) -> None:
+    """A complete directory, or none. config: of adapter_config.json; layout: name and shape of each of the tensors,
+    which are float32. UsageError if `final` exists."""
     partial = directories.begin(final)
     try:
-        layout = [(name, torch.float32, shape) for p in parameters for name, shape in p.hf]
-        tensors = (tensor for p in parameters for tensor in p.split(read(p)))
-        write_tensor_file(partial / WEIGHTS, layout, tensors)
-        text = json.dumps(peft_config(family, adapted, lora, base), indent=2) + "\n"
-        directories.write_text(partial / CONFIG, text)
+        write_tensor_file(partial / WEIGHTS, [(name, torch.float32, shape) for name, shape in layout], tensors)
+        directories.write_text(partial / CONFIG, json.dumps(dict(config), indent=2) + "\n")
         directories.commit(partial, final)
     except BaseException:
         directories.abandon(partial)
         raise
-    return adapted

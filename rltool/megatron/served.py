@@ -7,7 +7,7 @@ computes as if it were alone. Memory of an adapter model: 16 bytes a parameter o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -21,25 +21,23 @@ from rltool.algorithms.named_losses import FIELDS, named_token_losses
 from rltool.algorithms.ragged import sample_of_token
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rltool.engines.types import TensorMeta
-from rltool.megatron import hf_weights
 from rltool.megatron import optimizer as optim
-from rltool.megatron.export_plan import Export, ExportPlan
+from rltool.megatron.export_plan import ExportPlan, adapter_plan
 from rltool.megatron.lora import Adapters
 from rltool.megatron.micro_batch import MicroBatch
 from rltool.megatron.runtime import Rendezvous, in_megatron, to_device
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
-from rltool.models.adapters import PART, adapters_of
-from rltool.models.base import Parameter
+from rltool.models.adapters import PART
 
 
 @dataclass
 class _Model:
-    """What is hung into the base. adapters None: its own weights are trained. gradient: one was added up."""
+    """What is hung into the base. adapters, plan None: its own weights are trained. gradient: one was added up."""
 
     lora: LoraConfig
     seed: int
     adapters: Adapters | None
+    plan: ExportPlan | None
     ddp: Any
     optimizer: Any
     schedule: Any
@@ -78,11 +76,12 @@ class ServedModel(MegatronTrainer):
             return
         if self.adapters is not None:
             self.adapters.remove(self.gpt)
-        found = _Model(LoraConfig(), 0, None, self.gpt, None, None) if name is None else self._models[name]
+        found = _Model(LoraConfig(), 0, None, None, self.gpt, None, None) if name is None else self._models[name]
         if found.adapters is not None:
             found.adapters.install(self.gpt)
         self.lora, self.adapters, self.own_part = found.lora, found.adapters, PART if found.adapters else None
         self.ddp, self.optimizer, self.schedule = found.ddp, found.optimizer, found.schedule
+        self.adapter_plan = found.plan
         if name is not None and found.ddp.ddp_config.overlap_grad_reduce:
             self.gpt.config.no_sync_func = found.ddp.no_sync
         self._in_use = name
@@ -99,7 +98,8 @@ class ServedModel(MegatronTrainer):
         if adapters is not None:
             adapters.install(self.gpt)
         super()._build_optimizer(1)
-        self._models[name] = _Model(lora, seed, adapters, self.ddp, self.optimizer, self.schedule)
+        plan = adapter_plan(self.family, lora, str(self.model_path)) if adapters else None
+        self._models[name] = _Model(lora, seed, adapters, plan, self.ddp, self.optimizer, self.schedule)
         if adapters is not None:
             adapters.remove(self.gpt)
         self.adapters = None
@@ -191,21 +191,6 @@ class ServedModel(MegatronTrainer):
         self.forget_gradients()
         return {"grad_norm": norm, "skipped": skip}
 
-    # -- out
-
-    def adapter_tensors(self) -> Iterator[tuple[Parameter, Tensor | None]]:
-        """The adapter's merged tensors, in order: on global rank 0, None elsewhere. A collective, as
-        `export_weights`."""
-        assert self.adapters is not None
-        adapted = adapters_of(self.family, self.lora.rank, self.lora.targets)
-        parameters = [parameter for each in adapted for parameter in each.parameters]
-        exports = tuple(Export(p, (TensorMeta(p.name, "float32", p.merged_shape),), _as_it_is) for p in parameters)
-        plan = ExportPlan(exports, "float32", self.family.num_layers, self.family.num_experts)
-        held: dict[str, Tensor] = {parameter.name: tensor for parameter, tensor in self.adapters.held()}
-        stream = hf_weights.export_weights(self.gpt, plan, self.runtime, weights=held)
-        for parameter, (_, tensor) in zip(parameters, stream, strict=True):
-            yield parameter, tensor
-
     # -- everything, bit for bit
 
     @in_megatron
@@ -237,10 +222,6 @@ class ServedModel(MegatronTrainer):
             if saved["gradient"] is not None:
                 _copy([buffer.grad_data for buffer in self._buffers()], saved["gradient"])
                 model.gradient = True
-
-
-def _as_it_is(_parameter: Parameter, tensor: Tensor) -> list[Tensor]:
-    return [tensor]
 
 
 def _inner(model: _Model) -> list[Any]:

@@ -12,7 +12,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.hf_export import export_hf
-from rltool.checkpoints.peft_format import is_peft, write_peft
+from rltool.checkpoints.peft_format import is_peft, write_adapter_files
 from rltool.checkpoints.saving import CheckpointSaver
 from rltool.checkpoints.torch_dist import load_adapters, load_checkpoint, load_weights
 from rltool.config.sections import LoraConfig
@@ -80,13 +80,13 @@ class ServedRank:
         """Written by rank 0."""
         model = self._model
         model.use(name)
-        merged = {p.name: t if t is None else t.clone() for p, t in model.adapter_tensors()}
-
-        def write() -> None:
-            read: Any = lambda parameter: merged[parameter.name]  # noqa: E731
-            write_peft(directory, model.family, model.lora, str(self._base), read)
-
-        model.runtime.on_rank_zero(write, f"writing {directory}")
+        plan = model.adapter_plan
+        assert plan is not None and plan.peft is not None, "RankedTrainer.export_adapter refuses others"
+        config, layout = plan.peft, [(meta.name, meta.shape) for meta in plan.tensors]
+        tensors = [tensor.clone() for _, tensor in model.export_adapters() if tensor is not None]
+        model.runtime.on_rank_zero(
+            lambda: write_adapter_files(directory, config, layout, tensors), f"writing {directory}"
+        )
 
     def snapshot(self, directory: Path, files: Mapping[str, str]) -> None:
         """A file of each rank, and these of rank 0."""
