@@ -264,7 +264,7 @@ def _check_adapter_sync(config: Sections) -> None:
     for what, is_set in (
         ("weights.engines", bool(weights.engines)), ("weights.staged", bool(weights.staged)),
         ("weights.delta", bool(weights.delta)), ("weights.transport", weights.transport == "ipc"),
-        ("eval.engines", bool(config.eval.engines)),
+        ("eval.engines", bool(config.eval.engines)), ("rollout.gateway", bool(config.rollout.gateway)),
     ):  # fmt: skip
         if is_set:
             raise ValueError(f'{what} does not go with weights.lora_sync = "adapter"; leave it out, {merged}')

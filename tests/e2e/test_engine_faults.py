@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 RUN = "faults"
 LONG_RESPONSES = [
-    "steps=100000", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=120",
+    "steps=100000", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=240",
     "trainer.max_tokens_per_micro_batch=2048", "optimizer_steps_per_rollout=1",
 ]  # fmt: skip
 """Generation takes long enough that an engine can be caught in the middle of it."""

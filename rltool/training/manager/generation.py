@@ -21,7 +21,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.types import EngineInfo
 from rltool.environments.loading import load_episodes
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UsageError
 from rltool.gateway.fleet import FleetView
 from rltool.gateway.parts import Parts
 from rltool.processes.keys import make_key, read_key
@@ -101,6 +101,11 @@ class Generation:
             url, key_file = rollout.gateway.rstrip("/"), rollout.gateway_key_file
         else:
             assert self._place is not None
+            if router is not None and book is not None and book.lineage.adapters:
+                raise UsageError(
+                    'rollout.agent behind a router does not go with weights.lora_sync = "adapter": its gateway would '
+                    'name no adapter; take the router away, or leave weights.lora_sync at "merged"'
+                )
             self._place.sessions.mkdir(parents=True, exist_ok=True)
             key_file = make_key(self._place.key_file)
             infos = [member.info for member in fleet.members()]

@@ -20,6 +20,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
+from rltool.errors import UsageError
 from rltool.gateway.fleet import FleetView
 from rltool.rollout.serving.versions import VersionBook
 from rltool.training.manager.generation import Generation
@@ -326,6 +327,34 @@ def test_engines_given_by_address_are_left_out_while_they_are_dead_and_taken_bac
         assert agent.turn() == "one" and agent.turns() == [(one.url, {"anything"})]
 
 
+def generation_of(book: VersionBook, model_dir, tmp_path) -> tuple[GatewayPlace, Generation]:
+    """That of a run with an agent."""
+    place = GatewayPlace(tmp_path / "sessions", tmp_path / "gateway.key", tmp_path / "gateway.log")
+    place.key_file.write_text(KEY)
+    place.key_file.chmod(0o600)
+    settings = {
+        "model": {"path": model_dir}, "steps": 1, "rollout": {"agent": "tests.contract.agents:two_questions"},
+        "sampling": {"max_prompt_tokens": 1000, "max_response_tokens": 2000}, "data": {"train": [tmp_path / "rows"]},
+    }  # fmt: skip
+    config = TrainConfig.model_validate(settings)
+    return place, Generation(config, place, refusal=book.refusal, log=lambda line: None)
+
+
+def test_agents_behind_a_router_are_refused_where_requests_name_an_adapter(model_dir, tmp_path):
+    """Their gateway knows no versions: the model alone would answer."""
+    book = VersionBook(Lineage("0" * 32, 1, adapters=True), published=0)
+    _, generation = generation_of(book, model_dir, tmp_path)
+
+    async def go() -> None:
+        try:
+            await generation.start(Manager().fleet, EngineEndpoint(url="http://127.0.0.1:1"), book)
+        finally:
+            await generation.close()
+
+    with pytest.raises(UsageError, match="behind a router"):
+        asyncio.run(go())
+
+
 def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and_goes_on_without_the_run(
     engines, model_dir, tmp_path
 ):
@@ -334,18 +363,9 @@ def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and
     manager.join(one)
     manager.sync(0, one)
     book = VersionBook(LINEAGE, published=0)
-    place = GatewayPlace(tmp_path / "sessions", tmp_path / "gateway.key", tmp_path / "gateway.log")
-    place.key_file.write_text(KEY)
-    place.key_file.chmod(0o600)
-    settings = {
-        "model": {"path": model_dir}, "steps": 1, "rollout": {"agent": "tests.contract.agents:two_questions"},
-        "sampling": {"max_prompt_tokens": 1000, "max_response_tokens": 2000}, "data": {"train": [tmp_path / "rows"]},
-    }  # fmt: skip
+    place, generation = generation_of(book, model_dir, tmp_path)
 
     async def go() -> None:
-        generation = Generation(
-            TrainConfig.model_validate(settings), place, refusal=book.refusal, log=lambda line: None
-        )
         await generation.start(manager.fleet, None, book)
         try:
             assert generation._process is not None

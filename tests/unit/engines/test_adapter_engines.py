@@ -65,6 +65,10 @@ def test_a_run_has_its_own_engines_started_with_its_rank_and_a_place_for_each_ve
         (["weights.delta=true"], "weights.delta"),
         (['weights.transport="ipc"'], "weights.transport"),
         (['weights.engines=[{match="a*", transport="gloo"}]'], "weights.engines"),
+        (
+            ['rollout.agent="m:f"', 'rollout.gateway="http://host:1"', 'rollout.gateway_key_file="key"'],
+            "rollout.gateway",
+        ),
         (["rollout.partial_rollout=true", "rollout.oversampling_factor=2", "rollout.max_staleness=1"], "one version"),
     ],
 )
