@@ -123,7 +123,7 @@ class Runtime:
     def _join(self, world_size: int, at: Rendezvous) -> None:
         limit = timedelta(seconds=at.timeout)
         backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        _keep_gloo_on_route(at.address, at.port)
+        self._chose_interface = _keep_gloo_on_route(at.address, at.port)
         try:
             # A TCPStore of its own making listens on every interface, whatever address it is given.
             if at.rank == 0:
@@ -203,20 +203,26 @@ class Runtime:
         with self.mode():
             parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        if self._chose_interface:  # that of this rendezvous; what this process starts later is about others
+            os.environ.pop(GLOO_INTERFACE, None)
 
 
-def _keep_gloo_on_route(address: str, port: int) -> None:
+def _keep_gloo_on_route(address: str, port: int) -> bool:
     """Gloo listens on the interface that leads to where the ranks meet, in this group and in those made later.
 
     By itself it takes the address that the host's name resolves to: often 127.0.1.1, or that of another network. A
-    setting of the user's is left alone.
+    setting of the user's is left alone. Returns whether one was made.
     """
+    if GLOO_INTERFACE in os.environ:
+        return False
     try:
         interface = interface_of(local_address(address, port or 1))
     except OSError:  # no such name or no route: the rendezvous reports it
-        return
+        return False
     if interface is not None:
-        os.environ.setdefault(GLOO_INTERFACE, interface)
+        os.environ[GLOO_INTERFACE] = interface
+    return interface is not None
+
 
 
 def context_parallel_group() -> dist.ProcessGroup:

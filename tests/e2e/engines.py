@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -14,7 +15,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,13 @@ class RunningEngine:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Outside of the range that connections get theirs from, so that it is free still when a server that imports for
+    seconds binds it."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def write_key(directory: Path, key: str | None) -> Path:

@@ -47,7 +47,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        arguments = [self.model, self.directory / "calls", self.keys, self.port, free_port()]
+        arguments = [self.model, self.directory / "calls", self.keys, self.port]
         with (self.directory / "server.log").open("ab") as log:
             command = [sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)

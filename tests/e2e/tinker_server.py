@@ -1,4 +1,4 @@
-"""A trainer's server in tests: one real Megatron rank behind the API. MODEL DIRECTORY KEYS PORT RANK_PORT"""
+"""A trainer's server in tests: one real Megatron rank behind the API. MODEL DIRECTORY KEYS PORT"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from rltool.tinker.service import Limits, Service
 from tests.e2e.served_ranks import served
 
 
-def main(model: str, directory: str, keys: str, port: str, rank_port: str) -> None:
-    place = SimpleNamespace(rank=0, world_size=1, port=int(rank_port))
+def main(model: str, directory: str, keys: str, port: str) -> None:
+    place = SimpleNamespace(rank=0, world_size=1, port=0)
     with served(place, Path(model)) as trainer:
 
         async def run() -> None:

@@ -185,7 +185,9 @@ class Host:
 
     def _env(self, env: Mapping[str, str] | None) -> dict[str, str]:
         own = {"HOME": str(self.here), "TMPDIR": "/tmp", "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
-        return {**os.environ, **own, **(env or {})}
+        # An interface of this machine, which a trainer in this process may have chosen.
+        ours = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
+        return {**ours, **own, **(env or {})}
 
 
 class Hosts:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 import pytest
 
+from rltool.config.parallel import ParallelLayout
 from rltool.config.train import TrainConfig
-from rltool.megatron.runtime import GLOO_INTERFACE, _keep_gloo_on_route
+from rltool.megatron.runtime import GLOO_INTERFACE, Rendezvous, Runtime, _keep_gloo_on_route
 from rltool.processes.hosts import interface_of
 from rltool.training.cluster.listening import beyond_loopback
 
@@ -60,3 +62,13 @@ def test_gloo_listens_on_the_interface_that_leads_to_the_rendezvous_and_a_users_
     monkeypatch.setenv(GLOO_INTERFACE, "eth7")
     _keep_gloo_on_route("127.0.0.1", 1)
     assert os.environ[GLOO_INTERFACE] == "eth7"
+
+
+def test_a_runtime_that_is_closed_leaves_no_interface_behind(monkeypatch):
+    """What is started later in this process would take it for the user's."""
+    monkeypatch.setenv(GLOO_INTERFACE, "to be put back")
+    monkeypatch.delenv(GLOO_INTERFACE)
+    runtime = Runtime(ParallelLayout(), Rendezvous(0, "127.0.0.1", 0, timeout=60.0), device="cpu", seed=0)
+    with closing(runtime):
+        assert os.environ[GLOO_INTERFACE] == interface_of("127.0.0.1")
+    assert GLOO_INTERFACE not in os.environ
