@@ -111,6 +111,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--recompute-layers", type=int)
+    parser.add_argument("--residual", default="model", choices=("model", "late", "float32"))
     parser.add_argument("--eager", action="store_true", help="compile no kernels")
     parser.add_argument("--head-chunk", type=int, default=2048)
     parser.add_argument("--keep-head", action="store_true", help="keep the head's probabilities for the backward pass")
@@ -252,6 +253,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             distributed_optimizer=args.distributed_optimizer,
             recompute=args.recompute,
             recompute_layers=args.recompute_layers,
+            residual=args.residual,
             head_chunk_tokens=args.head_chunk,
             recompute_head=not args.keep_head,
             attention=args.attention,
@@ -315,6 +317,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "distributed_optimizer": args.distributed_optimizer,
             "recompute": args.recompute,
             "recompute_layers": args.recompute_layers,
+            "residual": args.residual,
             "compiled": not args.eager,
             "head_kept": args.keep_head,
             "attention": kernel_name(trainer) if cuda else "padded",

@@ -218,7 +218,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--memory", type=float, default=0.3, help="vllm_gpu_memory_utilization of --mode colocate")
     parser.add_argument("--sleep", action="store_true", help="vllm_enable_sleep_mode of --mode colocate")
     parser.add_argument("--engine-gpu", default="0")
-    parser.add_argument("--trainer-gpu", default="1")
+    parser.add_argument("--trainer-gpu", help="1, and 0 where one process does all")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--work", type=Path, default=Path("runs/whole-step-trl"))
     parser.add_argument("--steps", type=int, default=8)
@@ -236,7 +236,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--server-seconds", type=float, default=300, help="until the server answers")
     parser.add_argument("--trainer-seconds", type=float, default=420, help="of one run, start included")
     parser.add_argument("--engine-args", default="", metavar="WORDS", help="further arguments of the server, as one")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.trainer_gpu = args.trainer_gpu or ("1" if args.mode == "server" else "0")
+    return args
 
 
 def _end(number: int, _frame: object) -> None:

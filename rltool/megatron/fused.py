@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rltool.megatron.kernels import normed_dtype
+
 TILE = 4096
 """Numbers that one program of the row-wise kernels holds."""
 PROGRAMS = 528
@@ -243,7 +245,8 @@ class _Norm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centered: bool) -> Tensor:
         x = x.contiguous()
         width, rows = x.size(-1), x.numel() // x.size(-1)
-        out, scale = torch.empty_like(x), torch.empty(rows, dtype=torch.float32, device=x.device)
+        out = torch.empty_like(x, dtype=normed_dtype(x, weight))
+        scale = torch.empty(rows, dtype=torch.float32, device=x.device)
         padded = triton.next_power_of_2(width)
         together = max(1, TILE // padded)
         _norm_forward[(triton.cdiv(rows, together),)](

@@ -28,13 +28,13 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32, rounded to x's dtype before the
-    weight."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension; statistics in fp32, rounded before the weight: to x's
+    dtype, or the weight's where x is fp32. So is the result."""
     if _on_gpu(x):
         from rltool.megatron import fused
 
         return fused.rms_norm(x, weight, eps, centered=False)
-    return F.rms_norm(x.float(), (x.size(-1),), None, eps).to(x.dtype) * weight
+    return F.rms_norm(x.float(), (x.size(-1),), None, eps).to(normed_dtype(x, weight)) * weight
 
 
 def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -43,7 +43,12 @@ def rms_norm_zero_centered(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from rltool.megatron import fused
 
         return fused.rms_norm(x, weight, eps, centered=True)
-    return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * (1.0 + weight.float())).to(x.dtype)
+    return (F.rms_norm(x.float(), (x.size(-1),), None, eps) * (1.0 + weight.float())).to(normed_dtype(x, weight))
+
+
+def normed_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
+    """Of a norm's result: a residual stream in fp32 goes into layers in the weights' dtype."""
+    return weight.dtype if x.dtype is torch.float32 else x.dtype
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -71,7 +72,9 @@ def transformer_config(
         sequence_parallel=trainer.sequence_parallel,
         **_recompute(family, coordinates, trainer),
         params_dtype=dtype,
-        pipeline_dtype=dtype,
+        # What goes from stage to stage is the residual stream.
+        pipeline_dtype=dtype if trainer.residual == "model" else torch.float32,
+        fp32_residual_connection=trainer.residual != "model",
         bf16=dtype is torch.bfloat16,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -134,7 +137,7 @@ def build_model(
     model = GPTModel(
         config=config,
         # Megatron also takes a spec of the whole block, whatever it annotates.
-        transformer_layer_spec=cast(Any, _block_spec(family, config, coordinates, trainer.attention)),
+        transformer_layer_spec=cast(Any, _block_spec(family, config, coordinates, trainer)),
         vocab_size=padded_vocabulary(family.vocab_size, coordinates.layout.tp),
         max_sequence_length=family.max_position_embeddings,
         pre_process=coordinates.pp_rank == 0,
@@ -203,13 +206,17 @@ def _mark_sharded(model: GPTModel, family: Family) -> None:
 
 
 def _block_spec(
-    family: Family, config: TransformerConfig, coordinates: Coordinates, backend: Backend
+    family: Family, config: TransformerConfig, coordinates: Coordinates, trainer: TrainerConfig
 ) -> TransformerBlockSubmodules:
+    backend = trainer.attention
     if family.num_experts:
         route_without_transformer_engine()
     held = config.num_layers // config.pipeline_model_parallel_size
     here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
     specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
+    if trainer.residual != "model":
+        for spec in specs.values():
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = LATE if trainer.residual == "late" else add_to_stream
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
 
@@ -223,7 +230,7 @@ def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, 
     )
     # The spec objects are shared inside Megatron: change a copy.
     layer = cast(Any, copy.deepcopy(spec))
-    before = IdentityOp if family.norms == "post" else RMSNorm
+    before = (AsWeights if config.fp32_residual_connection else IdentityOp) if family.norms == "post" else RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     params = {"attention": family.attention, "backend": backend}
     if family.attention.latent is not None:
@@ -244,6 +251,36 @@ def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, 
         attention.module = TwoRopeSelfAttention
         attention.params = {**attention.params, "attention": family.attention}
     return layer
+
+
+def add_to_stream(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
+    """Megatron's bias_dropout_add rounds the sum to what the layer gave; this one keeps the stream in fp32."""
+
+    def add(output: tuple[Tensor, Tensor | None], stream: Tensor, dropout: float) -> Tensor:
+        x, bias = output
+        return stream + (x if bias is None else x + bias)
+
+    return add
+
+
+class AsWeights(torch.nn.Module):
+    """In the place of a norm in front of a layer, where there is none: rounds a stream in fp32 to the weights' dtype."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self._dtype = config.params_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self._dtype)
+
+
+def LATE(training: bool, fused: bool) -> Any:
+    return _late
+
+
+def _late(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
+    x, bias = x_with_bias
+    return residual.to(x.dtype).float() + (x if bias is None else x + bias)
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:

@@ -156,7 +156,9 @@ def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int, lo
         words = padded_vocabulary(family.vocab_size, layout.tp) // layout.tp
         head = min(trainer.head_chunk_tokens, tokens) * words * (4 + item)
         head += 0 if trainer.recompute_head else tokens * words * item
-    activations = int(values * tokens * item)
+    # The stream in fp32: what a layer and each of its norms keep of it has 4 bytes.
+    wide = 0 if trainer.residual == "model" else (layout.pp - stage) * hidden * (2 * (layers - whole) + whole)
+    activations = int((values * item + wide * (4 - item)) * tokens)
     return RankMemory(held.weights, held.gradients, held.optimizer, activations, head)
 
 

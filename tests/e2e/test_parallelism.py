@@ -275,6 +275,43 @@ def test_in_bf16_layouts_differ_by_no_more_than_its_rounding(ranks, four_ranks, 
         assert error["many"] < 1.5 * error["one"] + 0.005, f"{layout}: {name}: {error}"
 
 
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [("qwen3", [{}, TWO_RANKS["TP2 with sequence parallelism"], TWO_RANKS["PP2"]]), ("olmo2", [{}]), ("gemma2", [{}])],
+)
+def test_a_residual_stream_in_fp32_rounds_less(ranks, tmp_path, kind, layouts):
+    """Norms before layers, behind them, on both sides."""
+    model, batch = hf_model(kind, True, num_hidden_layers=16), policy_batch(LENGTHS)
+    behind = ("post_attention_layernorm", "post_feedforward_layernorm") if kind != "qwen3" else ("o_proj", "down_proj")
+    with torch.no_grad():  # as in trained models, each layer adds little to the stream
+        for name, parameter in model.named_parameters():
+            if name.split(".")[-2] in behind:
+                parameter.copy_(parameter * 0.1 - 0.9 * (kind == "gemma2"))
+    model.bfloat16().float().save_pretrained(tmp_path)  # what is left is the rounding of what the layers compute
+    (exact,) = ranks.run(case_logprobs, 1, tmp_path, {}, [batch])[0]
+
+    def error(layout, **trainer):
+        own = {"dtype": "bfloat16"} | layout | {"trainer": layout.get("trainer", {}) | trainer}
+        found = [x for x in ranks.run(case_logprobs, 2 if layout else 1, tmp_path, own, [batch]) if x is not None]
+        return float((found[0][0] - exact)[batch.loss_mask > 0].square().mean())
+
+    for layout in layouts:
+        usual, here = error(layout), error(layout, residual="float32")
+        assert 0 < here < 0.8 * usual, layout
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_gradients_come_through_a_residual_stream_in_fp32(ranks, alone, recompute):
+    paths, batch, exact = alone
+    usual, here = (
+        ranks.run(case_gradients, 1, paths[False], {"dtype": "bfloat16", "trainer": trainer}, batch)[0][1]
+        for trainer in ({}, {"residual": "float32", "recompute": recompute})
+    )
+    for name, gradient in exact[False][1].items():
+        errors = [(found[name].float() - gradient).norm() / gradient.norm() for found in (usual, here)]
+        assert errors[1] < 1.5 * errors[0] + 0.002, f"{name}: {errors}"
+
+
 @pytest.mark.parametrize("layout", FOUR_RANKS)
 def test_four_ranks_find_the_loss_and_gradients_of_one(four_ranks, alone, layout):
     paths, batch, expected = alone

@@ -27,6 +27,7 @@ def family_of(shape: str, **changes):
         (59, "1.5B", {}),
         (63.2, "1.5B", {"recompute_head": False}),
         (49.5, "1.5B", {"recompute": "selective"}),
+        (52.15, "1.5B", {"recompute": "selective", "residual": "float32"}),
         (46, "1.5B", {"recompute": "full", "recompute_layers": 6}),
         (29, "1.5B", {"recompute": "full"}),
         (132.0, "7B", {"recompute": "full", "max_tokens_per_micro_batch": 8192}),
