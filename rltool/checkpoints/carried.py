@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,15 +35,19 @@ def carried_files(source: Path) -> list[Path]:
     return sorted({path for pattern in PATTERNS for path in Path(source).glob(pattern) if path.is_file()})
 
 
-def carry(source: Path, target: Path, *, dtype: str) -> list[str]:
-    """Copies them; config.json gets the dtype of the weights beside it, and no longer names MXFP4, which is not
-    written. Returns the names."""
+def carry(
+    source: Path, target: Path, *, dtype: str, quantization: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Copies them; config.json gets the dtype and the quantization_config of the weights beside it, and no longer names
+    MXFP4, which is not written. Returns the names."""
     files = carried_files(source)
     for path in files:
         shutil.copyfile(path, target / path.name)
     config = unquantized(json.loads((target / "config.json").read_text(encoding="utf-8")))
     # transformers 5 writes "dtype", before it was "torch_dtype"; engines read either.
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [path.name for path in files]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from rltool.checkpoints.hf_export import MAX_SHARD_BYTES, write_hf_directory
 from rltool.checkpoints.manifest import Manifest
 from rltool.checkpoints.streamed import ShardedLayout, TorchDistReader
 from rltool.checkpoints.torch_dist import STATE, finish, open_verified
-from rltool.checkpoints.verify import compare_carried, compare_logits, compare_tensors
+from rltool.checkpoints.verify import Read, compare_carried, compare_logits, compare_tensors
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan
+from rltool.megatron.fp8 import fp8_plan
 from rltool.megatron.runtime import Rendezvous, Runtime
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.registry import family_for, read_hf_config
@@ -100,6 +101,51 @@ def hf_to_torch_dist(
         except BaseException:
             directories.abandon(partial)
             raise
+    return summary(family.architecture, plan, started, source, checked)
+
+
+def to_fp8(
+    source: Path,
+    target: Path,
+    *,
+    verify: bool = True,
+    own: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    report: Report = lambda _: None,
+) -> Conversion:
+    """Writes a Hugging Face directory in FP8 (`rltool.engines.transfer.fp8`) from a Hugging Face or a torch_dist
+    directory, with the bytes that a run with engines.quantization = "fp8" sends for these weights. verify: every tensor
+    is read again and compared. Errors as in `torch_dist_to_hf`."""
+    started = time.monotonic()
+    _check_no_run(source)
+    family = family_for(read_hf_config(source), own)
+    directories.refuse_existing(target)
+    plan = fp8_plan(family)
+    checked: list[tuple[int, None]] = []
+
+    def write(read: Read) -> None:
+        def check(partial: Path) -> None:
+            report("comparing every tensor")
+            compare_carried(source, partial, plan.carried)
+            checked.append((compare_tensors(plan, read, partial), None))
+
+        report(f"writing {target}")
+        write_hf_directory(
+            target, plan.made(read), plan, source, max_shard_bytes=max_shard_bytes, check=check if verify else None
+        )
+
+    if not manifests.is_checkpoint(source):
+        with HFTensors(source) as tensors:
+            check_tensors(family, tensors, source)
+            write(tensors.merged)
+    elif manifests.read(source).lora:
+        raise UsageError(f"{source} holds adapters alone: write their model first, with --to hf --merge")
+    else:
+        with directories.reading(source), single_process() as runtime:
+            report(f"checking the hashes of {source}")
+            open_verified(runtime, family, source)
+            dtype = chosen_dtype(manifests.read(source).dtype)
+            write(TorchDistReader(ShardedLayout(family, dtype, runtime), source / STATE).read)
     return summary(family.architecture, plan, started, source, checked)
 
 
@@ -196,7 +242,7 @@ def _return_freed_memory() -> None:
 
 
 def summary(
-    architecture: str, plan: ExportPlan, started: float, source: Path, checked: list[tuple[int, float]]
+    architecture: str, plan: ExportPlan, started: float, source: Path, checked: Sequence[tuple[int, float | None]]
 ) -> Conversion:
     equal, difference = checked[0] if checked else (None, None)
     with carried_tensors(source, plan.carried) as carried:

@@ -76,7 +76,7 @@ def write_hf_directory(
     try:
         with carried_tensors(source, plan.carried) as carried:
             write_tensors(partial, tensors, plan, carried, max_shard_bytes)
-        carry(source, partial, dtype=plan.dtype)
+        carry(source, partial, dtype=plan.dtype, quantization=plan.quantization)
         if check is not None:
             check(partial)
         directories.commit(partial, Path(final))

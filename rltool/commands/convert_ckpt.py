@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,10 +26,14 @@ def convert_ckpt(
     family: Annotated[str | None, typer.Option(help="A family of your own (model.family): my_family:FAMILY.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="With --to hf: adapters, merged into their model.")] = False,
     base: Annotated[Path | None, typer.Option(help="With --merge: the adapters' model, if it was moved.")] = None,
+    quantization: Annotated[
+        Literal["fp8"] | None,
+        typer.Option(help="With --to hf: linear layers in FP8, blocks of 128 x 128, for vLLM to serve."),
+    ] = None,
     verify: Annotated[bool, typer.Option(help="Compare every tensor, and the logits with transformers'.")] = True,
 ) -> None:
     """Convert a checkpoint: Hugging Face <-> torch_dist, adapters -> peft or merged; verified."""
-    from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
+    from rltool.checkpoints.convert import hf_to_torch_dist, to_fp8, torch_dist_to_hf
     from rltool.checkpoints.convert_adapters import adapters_to_peft, merge_to_hf
     from rltool.checkpoints.verify import LOGIT_TOLERANCE
 
@@ -39,10 +43,14 @@ def convert_ckpt(
         raise UsageError("--base names the model that adapters are merged into: it goes with --to hf --merge")
     if to is Target.peft and not (dtype is None and verify):
         raise UsageError("--to peft writes float32 and always compares every tensor; leave out --dtype and --no-verify")
+    if quantization is not None and (to is not Target.hf or merge or dtype is not None):
+        raise UsageError("--quantization fp8 goes with --to hf, without --merge and --dtype")
     console = Console()
     with console.status("starting") as status:
         if to is Target.peft:
             done = adapters_to_peft(source, out_dir, own=family, report=status.update)
+        elif quantization is not None:
+            done = to_fp8(source, out_dir, verify=verify, own=family, report=status.update)
         elif merge:
             done = merge_to_hf(
                 source, out_dir, base=base, dtype=dtype, verify=verify, own=family, report=status.update

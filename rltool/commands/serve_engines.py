@@ -6,14 +6,14 @@ import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from rltool.config.loader import load_config
-from rltool.config.serve import EngineLaunch, ServeConfig
+from rltool.config.serve import POLICY, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.joining import join, leave, users_of_engines
@@ -114,6 +114,10 @@ def serve_engines(
         int | None, typer.Option(help="Largest rank of adapters that they take under names (default: they take none).")
     ] = None,
     lora_slots: Annotated[int | None, typer.Option(help="Adapters that each holds at a time (default: 4).")] = None,
+    quantization: Annotated[
+        Literal["none", "fp8"] | None,
+        typer.Option(help="fp8: linear layers are quantised when loaded (vLLM), for engines.quantization = fp8."),
+    ] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     max_restarts: Annotated[
         int | None,
@@ -152,6 +156,7 @@ def serve_engines(
         "return_routed_experts": ("--return-routed-experts", return_routed_experts or None),
         "lora_rank": ("--lora-rank", lora_rank),
         "lora_slots": ("--lora-slots", lora_slots),
+        "quantization": ("--quantization", quantization),
         "ready_timeout": ("--ready-timeout", ready_timeout),
         "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),
@@ -191,13 +196,25 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
     if files:
         if given:
             raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
-        return order_of_file(with_local_models(load_config(TrainConfig, files, rules=()).config))
+        found = with_local_models(load_config(TrainConfig, files, rules=()).config)
+        order = order_of_file(found)
+        if found.engines.quantization == "fp8":
+            order = _in_fp8(order, POLICY, found.model.family)
+        return order
     if flags["model"][1] is None:
         raise UsageError(
             "give MODEL, a Hugging Face model directory or a name of the hub, or --config FILE with [[engines.groups]]"
         )
     config = load_config(ServeConfig, flags=flags).config
-    return order_of_flags(config.model_copy(update={"model": local_model(config.model, setting="MODEL")}))
+    order = order_of_flags(config.model_copy(update={"model": local_model(config.model, setting="MODEL")}))
+    return order if config.quantization == "none" else _in_fp8(order, config.served_name, None)
+
+
+def _in_fp8(order: Order, model: str, own: str | None) -> Order:
+    from rltool.megatron.fp8 import quantization_config
+    from rltool.models.registry import family_for, read_hf_config
+
+    return order.quantized(model, quantization_config(family_for(read_hf_config(order.models[model].path), own)))
 
 
 def _log(line: str) -> None:

@@ -9,12 +9,17 @@ from rltool.config.rollout import WeightsConfig
 from rltool.config.sections import Sections
 from rltool.config.serve import POLICY
 
+SET_BY_FP8 = ("--hf-overrides", "--quantization", "-q", "--load-format", "--config")
+"""Flags of vLLM."""
+
 
 def check_engines(config: Sections) -> None:
     """The relation between engines and trainer. That external engines have an address is for the verbs to ask."""
     if not config.needs_engines:
         return
     engines = config.engines
+    if engines.quantization == "fp8":
+        check_fp8(config)
     ipc = [_setting("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
     if ipc and not engines.shares_gpus:
         raise ValueError(
@@ -36,6 +41,26 @@ def check_engines(config: Sections) -> None:
     check_groups(config)
     if engines.shares_gpus:
         check_turns(config)
+
+
+def check_fp8(config: Sections) -> None:
+    """Engines that hold FP8, which is sent to them with every sync."""
+    what = 'engines.quantization = "fp8"'
+    if config.weights.lora_sync == "adapter":
+        raise ValueError(
+            f'{what} and weights.lora_sync = "adapter" contradict each other: the weights under the adapters would '
+            'never be sent; leave weights.lora_sync at "merged", or quantization out'
+        )
+    for group in config.engines.groups if config.engines.started_by_train else ():
+        if group.model != POLICY or group.role == "placeholder":
+            continue
+        if group.weight_backend != "rltool":
+            raise ValueError(f'{what}: group {group.name!r} needs weight_backend = "rltool"')
+        if group.dtype not in (None, "auto", "bfloat16"):
+            raise ValueError(f"{what}: group {group.name!r} computes in bfloat16; leave dtype = {group.dtype!r} out")
+        decided = [flag for flag in group.flags if flag.replace("_", "-").startswith(SET_BY_FP8)]
+        if decided:
+            raise ValueError(f"{what} sets {decided[0]} of group {group.name!r} itself; leave it out of flags")
 
 
 def check_turns(config: Sections) -> None:

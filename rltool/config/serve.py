@@ -200,6 +200,8 @@ class ServeConfig(Config):
     """Largest rank of an adapter that the engine takes; 0: it takes none."""
     lora_slots: int = Field(default=4, ge=1)
     """Adapters that it holds at a time."""
+    quantization: Literal["none", "fp8"] = "none"
+    """fp8: linear layers are quantised when they are loaded (vLLM); for runs with engines.quantization = "fp8"."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from its launch until an engine serves."""
     max_restarts: int = Field(default=5, ge=0)
@@ -254,6 +256,8 @@ class EngineLaunch(Config):
     return_routed_experts: bool = False
     lora_rank: int = 0
     lora_slots: int = 4
+    quantization: dict[str, Any] | None = None
+    """A quantization_config in the place of its model's, whose weights are quantised when they are loaded."""
     ready_timeout: float = 600.0
     model: Path
     host: str

@@ -2,7 +2,7 @@
 Hugging Face, as one value.
 
 The trainer makes its plan once and hands it on: sender, rollout manager, checksums and exports read names, shapes and
-dtypes from it, and nothing else derives them. Another plan (an adapter, quantised weights) is another list of `Export`.
+dtypes from it, and nothing else derives them. Another plan (adapters, weights in FP8) is another list of `Export`.
 Pure.
 """
 
@@ -84,6 +84,8 @@ class ExportPlan:
     carried: tuple[str, ...] = ()
     peft: Mapping[str, Any] | None = None
     """Of adapters alone: their adapter_config.json. An engine takes them under a name, and pauses for nothing."""
+    quantization: Mapping[str, Any] | None = None
+    """quantization_config of the tensors' config.json; None: they are not quantised."""
 
     @property
     def tensors(self) -> list[TensorMeta]:

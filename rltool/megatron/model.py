@@ -215,8 +215,9 @@ def _block_spec(
     here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
     specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
     if trainer.residual != "model":
+        add = LATE if trainer.residual == "late" else add_to_stream
         for spec in specs.values():
-            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = LATE if trainer.residual == "late" else add_to_stream
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
 
@@ -264,7 +265,7 @@ def add_to_stream(training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor
 
 
 class AsWeights(torch.nn.Module):
-    """In the place of a norm in front of a layer, where there is none: rounds a stream in fp32 to the weights' dtype."""
+    """In the place of a norm in front of a layer that has none: rounds a stream in fp32 to the weights' dtype."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()

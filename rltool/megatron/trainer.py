@@ -21,7 +21,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
-from rltool.megatron.export_plan import adapter_plan, full_plan
+from rltool.megatron.export_plan import ExportPlan, adapter_plan, full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -359,16 +359,18 @@ class MegatronTrainer(TrainedModel):
         metrics, made = self._step(self._loss)
         return {f"train/{name}": value for name, value in metrics.items()} | {"train/skipped": float(not made)}
 
-    def export_weights(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
-        """What `export_plan` names, adapters merged in, one by one: on global rank 0 the tensor, None elsewhere;
-        everywhere: on every rank.
+    def export_weights(
+        self, *, everywhere: bool = False, plan: ExportPlan | None = None
+    ) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+        """What `export_plan` names, or another plan of the whole model, adapters merged in, one by one: on global rank
+        0 the tensor, None elsewhere; everywhere: on every rank.
 
         Every rank of data-parallel rank 0 must run the iterator to its end (others may; everywhere: must). Tensors may
         alias parameters: use them before the next step.
         """
         merged = None if self.adapters is None else MergedWeights(self.gpt, self.adapters)
         return hf_weights.export_weights(
-            self.gpt, self.export_plan, self.runtime, weights=merged, everywhere=everywhere
+            self.gpt, plan or self.export_plan, self.runtime, weights=merged, everywhere=everywhere
         )
 
     def export_adapters(self, *, everywhere: bool = False) -> Iterator[tuple[TensorMeta, Tensor | None]]:
@@ -379,9 +381,9 @@ class MegatronTrainer(TrainedModel):
             self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere
         )
 
-    def export_bytes(self, *, everywhere: bool = False) -> int:
+    def export_bytes(self, *, everywhere: bool = False, plan: ExportPlan | None = None) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
-        held = gather_bytes(self.export_plan, self.coordinates.layout, everywhere=everywhere)
+        held = gather_bytes(plan or self.export_plan, self.coordinates.layout, everywhere=everywhere)
         return held + (0 if self.adapters is None else self.adapters.merging_bytes(self.dtype))
 
     def model_state(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
     "I64": torch.int64,
     "I32": torch.int32,
+    "F8_E4M3": torch.float8_e4m3fn,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }

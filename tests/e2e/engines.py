@@ -123,6 +123,7 @@ def start_vllm(
     key: str | None = None,
     tp: int = 1,
     task: Task = "generate",
+    quantization: dict[str, Any] | None = None,
 ) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it. key: None for one of its own."""
     key_file = write_key(work_dir, key)
@@ -146,6 +147,7 @@ def start_vllm(
         work_dir=work_dir,
         extra_args=extra_args,
         task=task,
+        quantization=quantization,
     )
     log = work_dir / "vllm.log"
     process = _spawn(launch, log, VllmDialect())

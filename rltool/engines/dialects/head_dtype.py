@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.types import json_object
@@ -23,14 +24,15 @@ quantize."""
 QUANTIZED = ("quantization_config", "compression_config")
 
 
-def head_dtype_flags(launch: EngineLaunch) -> list[str]:
-    """For a vLLM engine that samples. None where the head's weights may be quantized, which vLLM refuses, where the
-    user overrides the model's configuration, and on a CPU, where vLLM would copy the head into fp32 at every step."""
+def head_dtype(launch: EngineLaunch) -> dict[str, Any]:
+    """Of --hf-overrides, for a vLLM engine that samples. Empty where the head's weights may be quantized, which vLLM
+    refuses, where the user overrides the model's configuration, and on a CPU, where vLLM would copy the head into fp32
+    at every step."""
     named = [flag.replace("_", "-").partition("=")[0] for flag in launch.extra_args]
     decided = any(name in DECIDES or name.startswith((OVERRIDES + ".", "-q")) for name in named)
     if launch.device == "cpu" or decided or _is_quantized(launch.model):
-        return []
-    return [OVERRIDES, json.dumps({"head_dtype": "float32"})]
+        return {}
+    return {"head_dtype": "float32"}
 
 
 def _is_quantized(model: Path) -> bool:

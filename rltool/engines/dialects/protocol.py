@@ -315,6 +315,10 @@ class Launches(Protocol):
         """Why it takes no adapters there; None: it does."""
         return None
 
+    def no_fp8(self) -> str | None:
+        """Why it does not quantise the weights that it loads; None: it does."""
+        return "that is implemented for vLLM"
+
     def no_routed_experts(self, device: Device) -> str | None:
         """Why it cannot return the experts that its router chose, on this device; None: it can."""
         return "it has no such flag; use another engine"

@@ -13,12 +13,13 @@ from typing import Any
 
 from rltool.config.serve import Device, EngineLaunch
 from rltool.engines.dialects import classification
-from rltool.engines.dialects.head_dtype import head_dtype_flags
+from rltool.engines.dialects.head_dtype import OVERRIDES, head_dtype
 from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.cpu import BUSY_LOOP_VARIABLE, FORK_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE
 from rltool.engines.types import json_object
 
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"
@@ -102,7 +103,9 @@ class VllmLaunching(Launches):
             argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
         dtype, max_model_len = launch.dtype, launch.max_model_len
         if launch.device == "cpu":
-            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
+            # vLLM multiplies matrices in FP8 with 16 bits alone.
+            dtype = dtype or ("float32" if launch.quantization is None else "bfloat16")
+            max_model_len = max_model_len or _cpu_max_model_len(launch)
             argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
             # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the
             # request's random generator, and torch raises "CPU Generator does not use offset". So prompts are never
@@ -132,6 +135,8 @@ class VllmLaunching(Launches):
         }
         if launch.lora_rank:
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        if launch.quantization is not None:
+            environment[FP8_VARIABLE] = "1"
         if launch.bootstrap_port is not None:
             environment |= {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
@@ -150,6 +155,9 @@ class VllmLaunching(Launches):
         else:
             environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment
+
+    def no_fp8(self) -> str | None:
+        return None
 
     def max_logprobs(self, flags: Sequence[str]) -> float:
         return max_logprobs(flags)
@@ -182,7 +190,12 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
-    flags += head_dtype_flags(launch)
+    overrides = head_dtype(launch)
+    if launch.quantization is not None:
+        overrides["quantization_config"] = launch.quantization
+        flags += ["--load-format", FP8_FORMAT]
+    if overrides:
+        flags += [OVERRIDES, json.dumps(overrides)]
     if launch.return_routed_experts:
         flags += [ROUTED_EXPERTS_FLAG]
     if launch.lora_rank:

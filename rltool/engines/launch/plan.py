@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rltool.config.serve import POLICY, Device, EngineGroup, EngineLaunch, Task
 from rltool.engines.dialects.memory_flags import measures_memory, shares_memory
@@ -67,6 +68,7 @@ class Model:
     return_routed_experts: bool = False
     lora_rank: int = 0
     lora_slots: int = 1
+    quantization: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ def _processes(
             f"group {group.name!r}: {dialect(group.engine).label} was to take adapters (lora_rank, or "
             f'weights.lora_sync = "adapter"): {why}; take merged weights, weights.lora_sync = "merged"'
         )
+    if model.quantization is not None and (why := launches(group.engine).no_fp8()) is not None:
+        raise UsageError(f"group {group.name!r}: {dialect(group.engine).label} was to serve FP8 (quantization): {why}")
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
@@ -285,6 +289,7 @@ def _processes(
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
             lora_rank=lora_rank, lora_slots=max(group.lora_slots, model.lora_slots),
+            quantization=model.quantization,
             trust_remote_code=group.trust_remote_code,
             # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.

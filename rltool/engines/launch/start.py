@@ -11,8 +11,9 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from rltool.config.serve import POLICY, EngineGroup, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
@@ -70,6 +71,10 @@ class Order:
     groups: tuple[EngineGroup, ...]
     models: Mapping[str, Model]
     restarts: RestartPolicy = NO_RESTARTS
+
+    def quantized(self, name: str, config: dict[str, Any]) -> Order:
+        """The same with engines of that model that quantise what they load; config: a quantization_config."""
+        return replace(self, models={**self.models, name: replace(self.models[name], quantization=config)})
 
 
 def order_of_flags(config: ServeConfig) -> Order:

@@ -8,12 +8,13 @@ processed and copied into the old storage (vllm/model_executor/model_loader/relo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from vllm.config import set_current_vllm_config
+from vllm.config import LoadConfig, ModelConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -23,14 +24,16 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     UnquantizedEmbeddingMethod,
     VocabParallelEmbedding,
 )
-from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader import DefaultModelLoader, get_model_loader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, OAIAttention
+from vllm.platforms import current_platform
 
 from rltool.engines.plugin.replay import NotACopy
+from rltool.engines.transfer import fp8
 
 _KERNELS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 """Experts on the CPU during a reload -> the kernel that they had before it."""
@@ -154,6 +157,30 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
         finally:
             abandon_reload(model)  # of layers that are complete there is nothing to abandon
     return missing
+
+
+class Fp8Loader(DefaultModelLoader):
+    """Reads the model's files, and quantises the matrices of which quantization_config does not say otherwise."""
+
+    def __init__(self, load_config: LoadConfig) -> None:
+        super().__init__(replace(load_config, load_format="auto"))
+        if current_platform.is_cpu() and torch.cpu._is_amx_tile_supported():
+            # Else oneDNN asks the system for AMX at its first product, and vLLM's attention does not ask: if only short
+            # sequences came before, for which FP8 has other kernels, it ends with an illegal instruction.
+            torch.cpu._init_amx()
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        kept = set(model_config.hf_config.quantization_config["modules_to_not_convert"])
+        device = torch.empty(0).device  # where vLLM builds the model: a GPU quantises faster
+        for name, tensor in super().get_all_weights(model_config, model):
+            if tensor.dim() != 2 or name.removesuffix(".weight") in kept:
+                yield name, tensor
+                continue
+            values, scale = fp8.quantized(tensor.to(device).bfloat16())
+            yield name, values
+            yield name + fp8.SCALE, scale
 
 
 def waits(layer: torch.nn.Module) -> bool:

@@ -8,10 +8,23 @@ a trainer that died between two buckets would leave the engine useless.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+FP8_FORMAT = "rltool_fp8"
+"""vLLM's --load-format for a checkpoint in 16 or 32 bits whose linear layers are quantised as they are read."""
+FP8_VARIABLE = "RLTOOL_FP8"
+"""With it the workers know that format."""
+
+if os.environ.get(FP8_VARIABLE):
+    from vllm.model_executor.model_loader import register_model_loader
+
+    from rltool.engines.plugin.reload import Fp8Loader
+
+    register_model_loader(FP8_FORMAT)(Fp8Loader)
 
 
 class WeightUpdateRecovery:

@@ -23,6 +23,7 @@ from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
+from rltool.megatron.fp8 import is_fp8
 from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
 from rltool.models.rope import longest_of
 from rltool.rollout.serving.router_members import foreign_workers, refusal
@@ -302,6 +303,8 @@ def engine_problems(
         )
     if trainer_device is not None and is_mxfp4(info.model_config):
         problems.append(f"serves MXFP4 files, and takes no bfloat16 weights then; {AS_BFLOAT16}")
+    if trainer_device is not None:
+        problems += _fp8_problems(is_fp8(info.model_config), config.engines.quantization == "fp8")
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(
@@ -319,6 +322,17 @@ def engine_problems(
     if trainer_device is not None:
         problems.extend(_weight_problems(engine, info, config, trainer_device))
     return problems
+
+
+def _fp8_problems(serves: bool, is_sent: bool) -> Sequence[str]:
+    if serves and not is_sent:
+        return ['serves FP8 files, and takes no bfloat16 weights then: set engines.quantization = "fp8"']
+    if is_sent and not serves:
+        return [
+            'serves no FP8, and engines.quantization = "fp8" sends it: start it with `rltool serve-engines '
+            "--quantization fp8`"
+        ]
+    return []
 
 
 def _mask_problems(info: EngineInfo, top_k: int) -> Sequence[str]:

@@ -21,7 +21,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltool.config.serve import EngineLaunch
+from rltool.config.serve import POLICY, EngineLaunch
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
 from rltool.engines.launch.plan import (
@@ -40,9 +40,11 @@ from rltool.engines.launch.plan import (
     url_of,
 )
 from rltool.engines.launch.ready import process_role
-from rltool.engines.launch.start import order_of_file
+from rltool.engines.launch.start import Order, order_of_file
 from rltool.engines.launch.startup import describe
 from rltool.errors import RltoolError
+from rltool.megatron.fp8 import quantization_config
+from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import is_alive, read_states
@@ -79,8 +81,17 @@ def expected_plan(
     return plan_engines(plan.slots, seats, settings, ports)
 
 
+def order_of_run(config: TrainConfig) -> Order:
+    """The groups and models of the configuration, with engines in FP8 where it says so."""
+    order = order_of_file(config)
+    if config.engines.quantization != "fp8":
+        return order
+    family = family_for(read_hf_config(config.model.path), config.model.family)
+    return order.quantized(POLICY, quantization_config(family))
+
+
 def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
-    models = order_of_file(config).models
+    models = order_of_run(config).models
     return Settings(
         models, run.key_file, run.state_dir, device=plan.device, spread=spread, in_turns=plan.shares_gpus
     )
@@ -94,7 +105,7 @@ class ManagedEngines:
         places: Sequence[Place], log_dir: Path, console: LoggedConsole,
     ) -> None:  # fmt: skip
         self._config, self._run, self._plan, self._console = config, run, plan, console
-        self._order = order_of_file(config)
+        self._order = order_of_run(config)
         own = [place for place in places if place.bundle >= len(plan.trainer)]
         self._places = in_order(places) if plan.shares_gpus else own
         key = read_key(run.ensure_key(), f"run {run.name}")

@@ -19,6 +19,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.megatron.export_plan import ExportPlan, drain
+from rltool.megatron.fp8 import fp8_plan
 from rltool.megatron.offload import Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
@@ -243,9 +244,11 @@ class TrainerActor:
 
     def export_plan(self) -> ExportPlan:
         """Of what engines are sent."""
-        return self._plan_of(self._here.trainer)
+        return self._here.sender.plan
 
     def _plan_of(self, trainer: MegatronTrainer) -> ExportPlan:
+        if self.config.engines.quantization == "fp8":
+            return fp8_plan(trainer.family)
         if self.config.weights.lora_sync == "merged":
             return trainer.export_plan
         assert trainer.adapter_plan is not None, "a rule of the configuration"
@@ -260,9 +263,12 @@ class TrainerActor:
     def send(self, version: str, urls: Sequence[str]) -> SendReport:
         """A collective of all ranks; each reports of the engines that it sends to."""
         everywhere = self._here.sender.needs_all_ranks(urls)
-        trainer, merged = self._here.trainer, self.config.weights.lora_sync == "merged"
-        stream = (trainer.export_weights if merged else trainer.export_adapters)(everywhere=everywhere)
-        held = trainer.export_bytes(everywhere=everywhere) if merged else 0
+        trainer, plan = self._here.trainer, self._here.sender.plan
+        if plan.peft is not None:
+            stream, held = trainer.export_adapters(everywhere=everywhere), 0
+        else:
+            stream = trainer.export_weights(everywhere=everywhere, plan=plan)
+            held = trainer.export_bytes(everywhere=everywhere, plan=plan)
         return self._here.sender.send(stream, version, urls, stream_bytes=held)
 
     @ray.method(concurrency_group="ready")
@@ -273,11 +279,13 @@ class TrainerActor:
     def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
         0."""
-        stream = self._here.trainer.export_weights()
+        sent = self._here.sender.plan
+        plan = self._here.trainer.export_plan if sent.peft is not None else sent
+        stream = self._here.trainer.export_weights(plan=plan)
         try:
             if self.rank != 0:
                 return {}
-            return implied_checksums(self._here.trainer.export_plan, named_tensors(stream), layout)
+            return implied_checksums(plan, named_tensors(stream), layout)
         finally:
             drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 

@@ -68,7 +68,7 @@ class WeightSender:
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
         self.rank, self.gpu = rank, gpu
-        self._buckets, self._peft = plan.buckets(config.bucket_bytes), plan.peft
+        self.plan, self._buckets, self._peft = plan, plan.buckets(config.bucket_bytes), plan.peft
         self._channels: dict[str, Channel] = {}
         self._elsewhere: set[str] = set()  # engines that other ranks send to
         self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank

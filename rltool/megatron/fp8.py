@@ -1,0 +1,99 @@
+"""Which matrices of a family engines have in FP8 (`rltool.engines.transfer.fp8`), and what they are sent then."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltool.config.base import is_table
+from rltool.engines.transfer import fp8
+from rltool.engines.types import TensorMeta
+from rltool.errors import UsageError
+from rltool.megatron.export_plan import Export, ExportPlan
+from rltool.models.adapters import target_of
+from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
+
+
+def is_fp8(config: dict[str, Any]) -> bool:
+    """Whether this config.json, or an engine's, is of weights in FP8 with blocks of 128 x 128."""
+    found: Any = config.get("quantization_config")
+    blocks = [fp8.BLOCK, fp8.BLOCK]
+    return is_table(found) and found.get("quant_method") == "fp8" and found.get("weight_block_size") == blocks
+
+
+def linears_of(family: Family) -> Collection[str]:
+    """Names of the Megatron parameters that are quantised: of attention, MLPs and experts, without routers, embeddings
+    and head. UsageError for a family that cannot be served in this form."""
+    inside = (parameter for parameter in family.parameters if parameter.name not in (EMBEDDING, HEAD))
+    linears = [parameter for parameter in inside if target_of(parameter) is not None]
+    for parameter in linears:
+        _check(family, parameter)
+    return {parameter.name for parameter in linears}
+
+
+def _check(family: Family, parameter: Parameter) -> None:
+    if parameter.experts:
+        raise UsageError(
+            f"{family.architecture} in FP8: {parameter.hf[0][0]} is one tensor of all experts, which is not quantised"
+        )
+    rows = parameter.parts or ([shape[0] for _, shape in parameter.hf] if parameter.merge_as != "same" else ())
+    # Engines have these below each other in one matrix: a block of 128 rows must not be of two.
+    odd = [count for count in rows[:-1] if count % fp8.BLOCK]
+    if odd:
+        raise UsageError(
+            f"{family.architecture} in FP8: of {', '.join(name for name, _ in parameter.hf)} {odd[0]} rows are no "
+            f"multiple of {fp8.BLOCK}, the size of a block"
+        )
+
+
+def quantization_config(family: Family) -> dict[str, Any]:
+    """Of config.json. modules_to_not_convert: what is a matrix and is not quantised."""
+    linears = linears_of(family)
+    kept = {
+        name.removesuffix(".weight")
+        for parameter in family.parameters
+        if parameter.name not in linears
+        for name, shape in parameter.hf
+        if len(shape) == 2
+    }
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [fp8.BLOCK, fp8.BLOCK],
+        "modules_to_not_convert": sorted(kept),
+    }
+
+
+def fp8_plan(family: Family) -> ExportPlan:
+    """What engines in FP8 are sent: matrices of linear layers as FP8 and scales, made of the weights rounded to
+    bfloat16, as an engine has them that quantises a checkpoint; all else in bfloat16. UsageError for a family that
+    cannot be served so."""
+    linears = linears_of(family)
+
+    def exported(parameter: Parameter) -> Export:
+        if parameter.name not in linears:
+            dtype = str(parameter.dtype(torch.bfloat16)).removeprefix("torch.")
+            tensors = parameter.hf if parameter.ends_tensors else ()
+            return Export(parameter, tuple(TensorMeta(name, dtype, shape) for name, shape in tensors), _in_bfloat16)
+        metas = [
+            (TensorMeta(name, "float8_e4m3fn", shape), TensorMeta(name + fp8.SCALE, "float32", fp8.scale_shape(shape)))
+            for name, shape in parameter.hf
+        ]
+        return Export(parameter, tuple(meta for pair in metas for meta in pair), _in_fp8)
+
+    exports = tuple(exported(parameter) for parameter in family.parameters)
+    return ExportPlan(
+        exports, "bfloat16", family.num_layers, family.num_experts, family.carried,
+        quantization=quantization_config(family),
+    )  # fmt: skip
+
+
+def _in_bfloat16(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
+    return parameter.split(tensor.to(parameter.dtype(torch.bfloat16)))
+
+
+def _in_fp8(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
+    return [made for matrix in _in_bfloat16(parameter, tensor) for made in fp8.quantized(matrix)]

@@ -1,0 +1,122 @@
+"""Engines in FP8: what a sync leaves in the real vLLM is what it loads from a directory of the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from rltool.checkpoints.convert import to_fp8
+from rltool.engines.client import EngineClient
+from rltool.engines.transfer import fp8
+from rltool.megatron.fp8 import fp8_plan, is_fp8, quantization_config
+from rltool.models.hf_directory import HFTensors
+from rltool.models.registry import family_for, read_hf_config
+from rltool.quickstart.tiny_model import make_tiny_model
+from tests.e2e.engines import serving_vllm
+from tests.e2e.job import write_job
+from tests.e2e.megatron_models import hf_model
+from tests.e2e.weights import TIMEOUT, Sender, mean_difference
+
+pytestmark = [
+    pytest.mark.e2e,
+    # As vLLM says itself: on a CPU its kernels for FP8 are AMX's.
+    pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's CPU build has FP8 with AMX alone"),
+]
+
+SIZES = {
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "num_hidden_layers": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def save(kind, directory, seed, **more):
+    """A model in float32 whose weights are not those of bfloat16."""
+    model = hf_model(kind, True, seed, **SIZES, **more)
+    model.save_pretrained(directory)
+    return model, family_for(read_hf_config(directory))
+
+
+def made(family, directory):
+    with HFTensors(directory) as tensors:
+        return {meta.name: tensor for meta, tensor in fp8_plan(family).made(tensors.merged)}
+
+
+@torch.no_grad()
+def dequantize(model, tensors):
+    """What an engine computes with, but for its own rounding."""
+    for name, parameter in model.named_parameters():
+        scale = tensors.get(name + fp8.SCALE)
+        parameter.copy_(tensors[name].float() if scale is None else fp8.dequantized(tensors[name], scale))
+    return model
+
+
+@pytest.mark.parametrize(("kind", "more"), [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 128})])
+def test_after_a_sync_an_engine_holds_what_it_loads_from_a_directory_of_these_weights(tmp_path, kind, more):
+    _, family = save(kind, tmp_path / "first", 1, **more)
+    model, _ = save(kind, tmp_path / "second", 2, **more)
+    done = to_fp8(tmp_path / "second", tmp_path / "fp8")
+    tensors = made(family, tmp_path / "second")
+    assert done.tensors_equal == len(tensors)
+    assert done.weight_bytes < 0.6 * 2 * done.parameters, "half of bfloat16's, and the embeddings"
+    (tmp_path / "a").mkdir(), (tmp_path / "b").mkdir()
+
+    async def loaded(engine):
+        async with EngineClient() as client:
+            return await client.checksums(engine.endpoint, timeout=TIMEOUT)
+
+    async def synced(engine):
+        async with EngineClient() as client:
+            sender = Sender(client, engine)
+            assert is_fp8((await client.probe(engine.endpoint)).model_config)
+            await sender.gloo(made(family, tmp_path / "first"), "one")
+            first = await client.checksums(engine.endpoint, timeout=TIMEOUT)
+            for version in ("two", "three"):
+                await sender.gloo(tensors, version)
+            return first, await client.checksums(engine.endpoint, timeout=TIMEOUT), await sender.one()
+
+    with serving_vllm(tmp_path / "fp8", tmp_path / "a", extra_args=("--dtype", "bfloat16")) as engine:
+        expected = asyncio.run(loaded(engine))
+    config = quantization_config(family)
+    with serving_vllm(tmp_path / "first", tmp_path / "b", quantization=config) as engine:
+        first, found, sample = asyncio.run(synced(engine))
+    assert found == expected and first != expected
+    assert sum(name.endswith(fp8.SCALE) for name in found) >= 4
+    if kind == "qwen3":  # the router of random experts turns with any rounding
+        assert mean_difference(dequantize(model, tensors), sample) < 0.05
+        assert mean_difference(hf_model(kind, True, 3, **SIZES), sample) > 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_samples_in_fp8_and_its_engine_is_compared_with_the_trainer(tmp_path):
+    # Not the tiny model itself: for its biases, vLLM's kernel for FP8 on CPUs wants float32, and gets bfloat16.
+    tiny = make_tiny_model(tmp_path / "tiny", seed=0)
+    sizes = SIZES | {key: read_hf_config(tiny)[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    hf_model("qwen3", True, **sizes).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, tmp_path / "model")
+    job = write_job(tmp_path / "job", tmp_path / "model", None)
+    sets = [
+        'engines.mode="managed"', 'engines.groups=[{max_model_len=64}]', 'engines.quantization="fp8"', "eval.sets={}",
+        'optimizer_steps_per_rollout=1', 'model.dtype="bfloat16"', "steps=100000",
+        "monitor.logprob_difference_limit=1.0",
+    ]  # fmt: skip
+    process = job.start("train", "one", sets=sets)
+    try:
+        ends = time.monotonic() + 600
+        while not (job.runs / "one/metrics.jsonl").exists() or len(job.steps("one")) < 4:
+            assert process.poll() is None and time.monotonic() < ends, job.output("one")[-4000:]
+            time.sleep(0.2)
+        found = job.say("debug", "weights", "--run", "one")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(120) == 0, job.output("one")[-4000:]
+    finally:
+        if process.poll() is None:
+            job.say("stop", "--run", "one")
+    print(found, [step["train/logprob_abs_diff_mean"] for step in job.steps("one")], job.output("one")[:3000])
+    assert len({step["weight_version"] for step in job.steps("one")}) >= 4
