@@ -627,8 +627,8 @@ class FakeVllm(FakeServer):
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
-    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
-        """As the plugin's receiver does it."""
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any], _: object = None) -> None:
+        """As the plugin's receiver does it; what the last argument makes of an adapter is vLLM's."""
         if isinstance(source, str):
             self.prefetcher.fetch(source, version, seconds)
         else:
