@@ -1,5 +1,6 @@
 """The vLLM dialect: requests, replies, argv and environment, without a network."""
 
+import json
 import math
 from pathlib import Path
 
@@ -301,6 +302,18 @@ def test_logits_are_left_to_vllm_where_fp32_ones_cannot_be_had_or_somebody_else_
     assert [word for word in argv if "head_dtype" in word] == [
         word for word in changes.get("extra_args", ()) if "head_dtype" in word
     ]
+
+
+def test_an_engine_in_fp8_quantises_what_it_loads_and_computes_in_bfloat16():
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    on_cpu, on_gpu = launch(quantization=config), launch(device="cuda", gpus=(0,), quantization=config)
+    argv = DIALECT.argv(on_cpu)
+    assert (flag(argv, "--dtype"), flag(argv, "--load-format")) == ("bfloat16", "rltool_fp8")
+    assert json.loads(flag(argv, "--hf-overrides")) == {"quantization_config": config}
+    overrides = json.loads(flag(DIALECT.argv(on_gpu), "--hf-overrides"))
+    assert overrides == {"head_dtype": "float32", "quantization_config": config}
+    assert DIALECT.environment(on_gpu)["RLTOOL_FP8"] == "1"
+    assert "RLTOOL_FP8" not in DIALECT.environment(launch())
 
 
 def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized(tmp_path):

@@ -133,6 +133,18 @@ def info(**changes) -> EngineInfo:
     return EngineInfo(**{**values, **changes})
 
 
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def test_a_run_that_sends_fp8_takes_engines_that_serve_it_alone(base):
+    config = load_config(TrainConfig, [], [*base, 'engines.quantization="fp8"']).config
+    [problem] = engine_problems(ENGINE, info(), MODEL, config, "cpu")
+    assert "serve-engines --quantization fp8" in problem
+    serves = info(model_config={**MODEL, "quantization_config": FP8})
+    assert engine_problems(ENGINE, serves, MODEL, config, "cpu") == []
+    assert engine_problems(ENGINE, serves, MODEL, config, None) == [], "nothing is sent to it"
+
+
 @pytest.mark.parametrize(
     ("changes", "transport", "message"),
     [
@@ -141,6 +153,7 @@ def info(**changes) -> EngineInfo:
         ({"model_config": {"text_config": {**MODEL, "hidden_size": 32}}}, "gloo", "another model"),
         ({"weight_backend": None}, "gloo", "has no weight transfer"),
         ({"model_config": {**MODEL, "quantization_config": {"quant_method": "mxfp4"}}}, "gloo", "serves MXFP4 files"),
+        ({"model_config": {**MODEL, "quantization_config": FP8}}, "gloo", 'engines.quantization = "fp8"'),
         ({"weight_backend": "nccl", "plugin": False}, "disk", "cannot load weights from disk.*--weight-backend rltool"),
         ({"weight_backend": "nccl"}, "gloo", "gloo needs rltool's own"),
         ({"weight_backend": "rltool"}, "nccl", "cannot be sent weights over nccl"),

@@ -1,0 +1,106 @@
+"""Weights in FP8: their numbers, and the plan of what engines are sent."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.engines.transfer import fp8
+from rltool.engines.transfer.wire import tensor_bytes
+from rltool.errors import UsageError
+from rltool.megatron.export_plan import full_plan
+from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_config
+from rltool.models.registry import family_for
+from tests.e2e.megatron_models import KINDS, hf_config
+
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+FUSED = ("gpt_oss",)
+
+
+def family_of(kind, **sizes):
+    config = hf_config(kind, False, **sizes).to_dict()
+    return family_for({**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]})
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 60), (1, 300)])
+def test_a_block_uses_the_whole_range_and_every_number_is_the_nearest_one(shape):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-3, 3, shape[1])
+    values, scale = fp8.quantized(matrix)
+    assert values.dtype is torch.float8_e4m3fn and scale.dtype is torch.float32
+    assert values.shape == shape and scale.shape == fp8.scale_shape(shape)
+    found = fp8.dequantized(values, scale)
+    for row in range(scale.shape[0]):
+        for column in range(scale.shape[1]):
+            block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
+            assert values[block].float().abs().max() == 448
+            # Three bits behind the leading one; below 2^-6 steps of 2^-9.
+            error = (found[block] - matrix[block]).abs()
+            allowed = torch.maximum(matrix[block].abs() * 2**-4, scale[row, column] * 2**-10)
+            assert (error <= allowed * (1 + 1e-6)).all()
+
+
+def test_zeros_stay_zeros_and_powers_of_two_are_exact():
+    matrix = torch.zeros(128, 256)
+    matrix[:, 128:] = torch.tensor([448.0, 224.0, -1.75, 2.0**-9]).repeat(32)
+    values, scale = fp8.quantized(matrix.bfloat16())
+    assert scale.tolist() == [[1.0, 1.0]]
+    assert torch.equal(fp8.dequantized(values, scale), matrix)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUSED])
+def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(kind):
+    experts = {key: 128 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if kind not in ("qwen2", "llama")}
+    family = family_of(kind, **WIDE, **experts)
+    plan, whole = fp8_plan(family), full_plan(family, torch.bfloat16)
+    config = quantization_config(family)
+    assert is_fp8({"quantization_config": config}) and not is_fp8({"quantization_config": {"quant_method": "fp8"}})
+    plain = {meta.name: meta for meta in whole.tensors}
+    sent = {meta.name: meta for meta in plan.tensors}
+    quantised = {name for name, meta in sent.items() if meta.dtype == "float8_e4m3fn"}
+    assert quantised == {name for p in family.parameters if p.name in linears_of(family) for name, _ in p.hf}
+    assert set(sent) == set(plain) | {name + fp8.SCALE for name in quantised}
+    for name, meta in plain.items():
+        assert sent[name].shape == meta.shape
+        kept = name.removesuffix(".weight") in config["modules_to_not_convert"]
+        assert kept == (len(meta.shape) == 2 and name not in quantised)
+        if name not in quantised:
+            assert sent[name].dtype == meta.dtype
+    assert {"model.embed_tokens", "lm_head"} <= set(config["modules_to_not_convert"])
+    layers = [name for name in quantised if ".layers.0." in name]
+    assert len(layers) >= 4
+    small = sum(tensor_bytes(sent[name]) + tensor_bytes(sent[name + fp8.SCALE]) for name in layers)
+    assert small < 0.502 * sum(tensor_bytes(plain[name]) for name in layers)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "message"),
+    [
+        ("qwen3", WIDE | {"intermediate_size": 200}, "200 rows are no multiple of 128"),
+        ("qwen3", WIDE | {"num_key_value_heads": 1}, "k_proj.*64 rows"),
+        ("gpt_oss", WIDE, "one tensor of all experts"),
+    ],
+)
+def test_a_family_that_engines_cannot_hold_so_is_refused_by_name(kind, sizes, message):
+    with pytest.raises(UsageError, match=message):
+        fp8_plan(family_of(kind, **sizes))
+
+
+MANAGED = ["model.path=/m", 'engines.mode="managed"', 'engines.quantization="fp8"']
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["engines.groups=[{}]", "lora.rank=4", 'weights.lora_sync="adapter"'], "never be sent"),
+        (['engines.groups=[{dtype="float16"}]'], "computes in bfloat16"),
+        (['engines.groups=[{weight_backend="nccl"}]'], 'weight_backend = "rltool"'),
+        (['engines.groups=[{flags=["--load_format","dummy"]}]'], "sets --load_format"),
+        (['engines.groups=[{flags=["--hf-overrides={}"]}]'], "sets --hf-overrides"),
+    ],
+)
+def test_what_contradicts_fp8_is_refused(sets, message):
+    with pytest.raises(UsageError, match=message):
+        load_config(TrainConfig, [], [*MANAGED, *sets])
