@@ -85,8 +85,8 @@ def gateway(
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
         "template_arguments": None if template_arguments is None else _json_object(template_arguments),
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_response_tokens": max_response_tokens,
-        "on_sampling": on_sampling, "train_cancelled": train_cancelled, "max_sessions": max_sessions, "max_turns": max_turns,
-        "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
+        "on_sampling": on_sampling, "train_cancelled": train_cancelled, "max_sessions": max_sessions,
+        "max_turns": max_turns, "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
         "max_body_bytes": max_body_bytes, "idle_timeout": idle_timeout, "turn_timeout": turn_timeout,
         "keep_sessions": keep_sessions, "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip

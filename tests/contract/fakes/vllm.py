@@ -377,7 +377,8 @@ class FakeVllm(FakeServer):
         if name not in self._planned:
             status, reply = sampling.result()
             return web.json_response(reply, status=status)
-        return web.Response(body=self._events(sampling, name, body["sampling_params"]), content_type="text/event-stream")
+        events = self._events(sampling, name, body["sampling_params"])
+        return web.Response(body=events, content_type="text/event-stream")
 
     async def _events(self, sampling: asyncio.Future[Any], name: str, parameters: dict[str, Any]) -> Any:
         """The tokens as they come by the clock, then the end."""

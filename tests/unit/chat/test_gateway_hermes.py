@@ -65,7 +65,7 @@ def test_reasoning_that_the_template_has_opened():
     assert read("hm, cut", reasoning_open=True) == ("hm, cut", "", [])
 
 
-PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", ADD, "\n", " ", "a", "<", "tool", "think>", "{", "}", "ü"]
+PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", ADD, *"\n a<{}ü", "tool", "think>"]
 
 
 def test_what_is_certain_of_a_text_never_changes():
