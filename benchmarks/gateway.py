@@ -31,7 +31,7 @@ import psutil
 
 from benchmarks.rollout_manager import fake_engines
 from rltool.config.gateway import GatewayConfig
-from rltool.engines.endpoints import ModelEndpoints
+from rltool.engines.endpoints import resolve
 from rltool.gateway.parts import Parts
 from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import RunDirectory, open_run
@@ -140,21 +140,21 @@ async def measure(url: str, process: psutil.Process, engines: list[str], options
     }
 
 
-async def first_piece(client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str, mark: bytes) -> float:
-    """Milliseconds until an event with `mark` has come; the stream is read to its end."""
+async def first_piece(client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str) -> float:
+    """Milliseconds until the first event has come, which is at the first token; the stream is read to its end."""
     started, took, seen = time.perf_counter(), None, b""
     async with client.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
         assert response.status == 200, await response.text()
         async for piece in response.content.iter_any():
             seen += piece
-            if took is None and mark in seen:
+            if took is None and b"data:" in seen:
                 took = 1000 * (time.perf_counter() - started)
     assert took is not None, seen
     return took
 
 
 async def first_tokens(run: RunDirectory, count: int) -> dict[str, Any]:
-    [engine] = ModelEndpoints.load(run.path / "endpoints.json").engines
+    [engine] = resolve([f"@{run.path / 'endpoints.json'}"]).engines
     url = json.loads((run.path / "state" / "gateway.json").read_text())["url"]
     key = (run.path / "state" / "gateway.key").read_text().strip()
     alone, through = [], []
@@ -164,14 +164,14 @@ async def first_tokens(run: RunDirectory, count: int) -> dict[str, Any]:
             messages = [{"role": "system", "content": f"{number}: {SYSTEM}"}, {"role": "user", "content": "next?"}]
             body = {"model": session["model"], "messages": messages, "max_tokens": 16, "stream": True}
             chat = f"{session['openai_base_url']}/chat/completions"
-            through.append(await first_piece(client, chat, body, session["key"], b'"delta": {"content": "'))
+            through.append(await first_piece(client, chat, body, session["key"]))
             async with client.get(f"{url}/sessions/{session['id']}", headers={"Authorization": f"Bearer {key}"}) as got:
                 [trajectory] = (await got.json())["trajectories"]
             prompt = trajectory["token_ids"][: trajectory["loss_mask"].index(1)][::-1]
             sampling = {"max_tokens": 16, "logprobs": 0, "detokenize": False}
             asked = {"token_ids": prompt, "request_id": uuid.uuid4().hex, "stream": True, "sampling_params": sampling}
             direct = f"{engine.url}/rltool/generate"
-            alone.append(await first_piece(client, direct, asked, engine.read_key() or "", b'"token_ids"'))
+            alone.append(await first_piece(client, direct, asked, engine.read_key() or ""))
     alone, through = sorted(alone[2:]), sorted(through[2:])  # without what the first ones load
     middle = count // 2
     return {
