@@ -157,7 +157,7 @@ async def first_tokens(run: RunDirectory, count: int) -> dict[str, Any]:
     [engine] = resolve([f"@{run.path / 'endpoints.json'}"]).engines
     url = json.loads((run.path / "state" / "gateway.json").read_text())["url"]
     key = (run.path / "state" / "gateway.key").read_text().strip()
-    alone, through = [], []
+    alone, through, prompt = [], [], []
     async with aiohttp.ClientSession() as client:
         for number in range(count + 2):
             session = (await timed(client, f"{url}/sessions", {}, key))[1]
