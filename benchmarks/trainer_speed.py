@@ -111,7 +111,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
     parser.add_argument("--recompute-layers", type=int)
-    parser.add_argument("--residual", default="model", choices=("model", "late", "float32"))
+    parser.add_argument("--residual", default="model", choices=("model", "float32"))
     parser.add_argument("--eager", action="store_true", help="compile no kernels")
     parser.add_argument("--head-chunk", type=int, default=2048)
     parser.add_argument("--keep-head", action="store_true", help="keep the head's probabilities for the backward pass")

@@ -138,8 +138,9 @@ class TrainerConfig(Config):
     compile: bool = True
     """On CUDA: norms, rotary positions, SwiGLU and the head's softmax as one kernel each (needs Triton and a C
     compiler)."""
-    residual: Literal["model", "late", "float32"] = "model"
-    """The residual stream between layers. model: in the model's dtype; float32: 2 more bytes a number."""
+    residual: Literal["model", "float32"] = "model"
+    """The residual stream between layers: in the model's dtype, or in float32, which halves the trainer's own rounding
+    (docs/benchmarks.md)."""
     head_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

@@ -215,9 +215,8 @@ def _block_spec(
     here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
     specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
     if trainer.residual != "model":
-        add = LATE if trainer.residual == "late" else add_to_stream
         for spec in specs.values():
-            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add_to_stream
     # Named here, the final norm does not depend on whether Apex or Transformer Engine happens to be installed.
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
 
@@ -273,15 +272,6 @@ class AsWeights(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x.to(self._dtype)
-
-
-def LATE(training: bool, fused: bool) -> Any:
-    return _late
-
-
-def _late(x_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, prob: float) -> Tensor:
-    x, bias = x_with_bias
-    return residual.to(x.dtype).float() + (x if bias is None else x + bias)
 
 
 def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> Tensor:

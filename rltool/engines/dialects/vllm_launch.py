@@ -116,7 +116,7 @@ class VllmLaunching(Launches):
                 "--max-num-batched-tokens",
                 str(max(CPU_BATCHED_TOKENS, max_model_len)),
             ]
-            # On a CPU with AMX it takes AMX's kernels for latent attention whatever the dtype, and ends: they want bf16.
+            # With AMX it takes AMX's kernels for latent attention whatever the dtype, and ends: they want bf16.
             if dtype == "float32" and config.get("kv_lora_rank") is not None:
                 argv += ["--attention-backend", "CPU_MLA"]
         if dtype is not None:

@@ -16,7 +16,9 @@ from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_confi
 from rltool.models.registry import family_for
 from tests.e2e.megatron_models import KINDS, hf_config
 
-WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+WIDE = {
+    "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+}  # fmt: skip
 FUSED = ("gpt_oss",)
 
 
@@ -52,8 +54,7 @@ def test_zeros_stay_zeros_and_powers_of_two_are_exact():
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUSED])
 def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(kind):
-    experts = {key: 128 for key in ("moe_intermediate_size", "shared_expert_intermediate_size") if kind not in ("qwen2", "llama")}
-    family = family_of(kind, **WIDE, **experts)
+    family = family_of(kind, **WIDE, moe_intermediate_size=128, shared_expert_intermediate_size=128)
     plan, whole = fp8_plan(family), full_plan(family, torch.bfloat16)
     config = quantization_config(family)
     assert is_fp8({"quantization_config": config}) and not is_fp8({"quantization_config": {"quant_method": "fp8"}})

@@ -117,7 +117,10 @@ IMPORTS_NOTHING_HEAVY = (
 )  # fmt: skip
 """Modules that load in the base installation. Of engines: all but the plugin, and those of TORCH_ALONE."""
 
-TORCH_ALONE = ("engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/delta/")
+TORCH_ALONE = (
+    "engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/transfer/fp8.py",
+    "engines/delta/",
+)  # fmt: skip
 """What trainer and plugin share; it needs torch."""
 
 
@@ -252,7 +255,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
         shared = found.module.startswith(
-            ("rltool.engines.transfer.wire", "rltool.engines.transfer.nccl", "rltool.engines.delta")
+            tuple(f"rltool.engines.{part}" for part in ("transfer.wire", "transfer.nccl", "transfer.fp8", "delta"))
         )
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
