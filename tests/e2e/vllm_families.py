@@ -140,6 +140,8 @@ def engine_of(model: Path, **more: Any) -> Iterator[Any]:
 
     options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, skip_tokenizer_init=True)
     options |= dict(max_num_batched_tokens=64) | more  # which is also what vLLM tries out at its start
+    if "kv_lora_rank" in json.loads((model / "config.json").read_text()):
+        options |= dict(attention_backend="CPU_MLA")  # with AMX, vLLM would take kernels that are for bf16
     transfer = WeightTransferConfig(backend="rltool")
     engine = LLM(str(model), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION, **options)
     try:

@@ -276,6 +276,20 @@ def test_the_context_of_a_long_model_is_bounded_on_the_cpu(tmp_path):
     assert flag(DIALECT.argv(launch(model=tmp_path)), "--max-model-len") == "512"
 
 
+def test_latent_attention_in_float32_on_a_cpu_does_not_take_amxs_kernels_which_are_for_bf16(tmp_path):
+    def backend(config, **more):
+        (tmp_path / "config.json").write_text(config)
+        argv = DIALECT.argv(launch(model=tmp_path, **more))
+        return [argv[i + 1] for i, word in enumerate(argv) if word == "--attention-backend"]
+
+    latent = '{"kv_lora_rank": 512}'
+    assert backend(latent) == backend(latent, dtype="float32") == ["CPU_MLA"]
+    assert backend("{}") == backend('{"kv_lora_rank": null}') == backend("[]") == backend("{") == []
+    assert backend(latent, dtype="bfloat16") == backend(latent, device="cuda", gpus=(0,)) == []
+    own = ("--attention-backend", "AMX_MLA")
+    assert backend(latent, extra_args=own)[-1] == "AMX_MLA", "a flag of the user's comes last"
+
+
 def test_the_key_is_in_a_file_and_an_inherited_one_does_not_interfere():
     environment = DIALECT.environment(launch())
     assert environment["RLTOOL_KEY_FILE"] == "/run/key"
