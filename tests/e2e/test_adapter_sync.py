@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,8 +27,9 @@ from rltool.checkpoints.peft_format import write_peft
 from rltool.config.sections import LoraConfig
 from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.plugin.adapters import build, take
+from rltool.engines.plugin.adapters import build, digests, take
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
@@ -36,9 +39,10 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
+from rltool.weights.verify.implied_checksums import adapter_checksums
 from tests.e2e.engines import free_port, serving_sglang
 from tests.e2e.job import DEADLINE, Job, write_job
-from tests.ranks import flat_bytes
+from tests.ranks import flat_bytes, plan_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -69,45 +73,48 @@ def engines(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> It
         yield write_job(root, tiny_tied_dir, f"@{run.endpoints_file}"), run
 
 
-def test_every_sequence_has_one_version_no_engine_pauses_and_a_killed_one_comes_back_with_the_adapter(engines):
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_sequence_has_one_version_no_engine_pauses_and_a_killed_one_comes_back_with_the_adapter(engines, killed):
     job, served = engines
-    train = job.start("train", "flight", sets=[*LORA, "steps=100000", "rollout.max_staleness=2", "eval.sets={}"])
+    run = "killed" if killed else "flight"
+    train = job.start("train", run, sets=[*LORA, "steps=100000", "rollout.max_staleness=2", "eval.sets={}"])
 
     def serving() -> list[float]:
-        steps = job.steps("flight") if (job.runs / "flight" / "metrics.jsonl").exists() else []
+        steps = job.steps(run) if (job.runs / run / "metrics.jsonl").exists() else []
         return [record["rollout/engines_serving"] for record in steps]
 
     def said() -> str:
-        return job.output("flight")
+        return job.output(run)
 
     try:
         until(lambda: len(serving()) >= 5, said)
-        before = read_state(served, "engine-0")
-        assert before is not None
-        os.kill(before.pid, signal.SIGKILL)
-        until(lambda: serving()[-1] == 1, said)
-        until(lambda: serving()[-1] == 2, said)
+        if killed:
+            before = read_state(served, "engine-0")
+            assert before is not None
+            os.kill(before.pid, signal.SIGKILL)
+            until(lambda: serving()[-1] == 1, said)
+            until(lambda: serving()[-1] == 2, said)
         came_back = len(serving())
-        until(lambda: len(serving()) >= max(came_back + 5, 21), said)
+        until(lambda: len(serving()) >= max(came_back + 5, 21 if killed else 11), said)
     finally:
         train.send_signal(signal.SIGTERM)
         code = train.wait(DEADLINE)
     assert code == 0, said()[-3000:]
-    steps = job.steps("flight")
+    steps = job.steps(run)
     synced = steps[:-1]  # the last ended with the signal
     differences = [record["weights/logprob_abs_diff_mean"] for record in synced]
     assert 0 < max(differences) < 1e-5, "every engine at every sync, in float32 on both sides"
     assert all(record["weights/paused_seconds"] == 0 for record in synced)
     late = 0
     for step, record in enumerate(steps):
-        dump = json.loads((job.runs / "flight" / "rollouts" / f"step_{step:06d}.json").read_text())
+        dump = json.loads((job.runs / run / "rollouts" / f"step_{step:06d}.json").read_text())
         of_samples = [{span[0] for span in sample["versions"]} for sample in dump["samples"]]
         assert all(len(versions) == 1 for versions in of_samples)
         numbers = {int(version.rsplit(":", 1)[1]) for [version] in of_samples}
         assert max(numbers) <= record["step"] and min(numbers) >= record["step"] - 2
         late += min(numbers) < record["step"]
     assert late > 3, "requests were in flight over syncs"
-    assert len(synced) >= 20
+    assert len(synced) >= (20 if killed else 10)
     logs = [log.read_text() for log in served.path.glob("logs/*/engine-*.log")]
     assert any("setting pause state to UNPAUSED" in log for log in logs), "vLLM writes every change of it"
     assert not any("setting pause state to PAUSED" in log for log in logs)
@@ -121,7 +128,7 @@ def test_an_engine_that_joins_late_serves_with_the_present_adapter_and_is_what_t
     first, late = Endpoints.load(served.endpoints_file).models["policy"].engines
     Endpoints(models={"policy": ModelEndpoints(engines=(first,))}).save(tmp_path / "one.json")
     job = write_job(tmp_path, given.model, f"@{tmp_path}/one.json")
-    train = job.start("train", "late", sets=[*LORA, "steps=100000", "eval.sets={}"])
+    train = job.start("train", "late", sets=[*LORA, "steps=100000", "rollout.max_staleness=1", "eval.sets={}"])
 
     def serving() -> list[float]:
         found = job.runs / "late" / "metrics.jsonl"
@@ -137,6 +144,8 @@ def test_an_engine_that_joins_late_serves_with_the_present_adapter_and_is_what_t
         for engine in (first, late):
             assert f"{engine.url}: the same weights as the trainer of run late" in said
         assert said.count("sampled tokens agree") == 2, said
+        held = re.findall(r"checksums: (\d+) of (\d+) parameters are bit-equal\n", said)
+        assert len(held) == 2 and all(equal == compared and int(compared) > 20 for equal, compared in held), said
     finally:
         train.send_signal(signal.SIGTERM)
         code = train.wait(DEADLINE)
@@ -302,3 +311,35 @@ def test_tensors_that_are_loaded_twice_are_scaled_once_each_time_and_unknown_one
     build(manager, [flat("1.self_attn.q_proj")], peft)
     with pytest.raises(WeightUpdateError, match="no adapter for"):
         build(manager, [flat("1.mlp.unheard_of")], peft)
+
+
+def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():
+    """In bfloat16, with a scale that rounds."""
+    from vllm.config.lora import LoRAConfig
+
+    taken: list[Any] = []
+    adapters = SimpleNamespace(
+        model=torch.nn.Module(), modules={"model.layers.0.self_attn.o_proj": None}, packed_modules={},
+        add_adapter=lambda lora: taken.append([layer.optimize() for layer in lora.loras.values()] and lora),
+        activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None, get_adapter=lambda _: taken[-1],
+    )  # fmt: skip
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.bfloat16)
+    manager = SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64)
+    peft = {"peft_type": "LORA", "r": 3, "lora_alpha": 7, "target_modules": ["o_proj"], "bias": "none"}
+    generator = torch.Generator().manual_seed(0)
+    name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
+    tensors = {name.format(letter): torch.randn(3, 5, generator=generator) for letter in "AB"}
+    tensors[name.format("B")] = tensors[name.format("B")].T.contiguous()
+
+    def held() -> dict[str, str]:
+        bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+        take(manager, build(manager, [(bucket, flat_bytes(tensors, bucket))], peft), 1)
+        return digests(manager, 1)
+
+    plan = replace(plan_of(tensors), peft=peft)
+    implied = adapter_checksums(plan, tensors.items(), ParameterLayout("bfloat16"))
+    assert {name: (digest,) for name, digest in held().items()} == implied and len(implied) == 2
+    tensors[name.format("B")][2, 1] += 0.1
+    assert [name for name, digest in held().items() if implied[name] != (digest,)] == [
+        "model.layers.0.self_attn.o_proj.lora_B"
+    ]

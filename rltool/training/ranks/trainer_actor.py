@@ -28,7 +28,7 @@ from rltool.training.cluster.devices import RankDevice, device_of_rank
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
-from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.implied_checksums import adapter_checksums, implied_checksums
 
 if TYPE_CHECKING:
     from rltool.checkpoints.completion import Saved
@@ -272,12 +272,16 @@ class TrainerActor:
 
     def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
-        0."""
-        stream = self._here.trainer.export_weights()
+        0. With weights.lora_sync = "adapter" those of the adapter."""
+        trainer, merged = self._here.trainer, self.config.weights.lora_sync == "merged"
+        stream = trainer.export_weights() if merged else trainer.export_adapters()
         try:
             if self.rank != 0:
                 return {}
-            return implied_checksums(self._here.trainer.export_plan, named_tensors(stream), layout)
+            if merged:
+                return implied_checksums(trainer.export_plan, named_tensors(stream), layout)
+            assert trainer.adapter_plan is not None, "lora_sync needs adapters"
+            return adapter_checksums(trainer.adapter_plan, named_tensors(stream), layout)
         finally:
             drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 
