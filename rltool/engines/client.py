@@ -19,6 +19,7 @@ import aiohttp
 from rltool.engines.dialects.checksums import Checksums
 from rltool.engines.dialects.protocol import MEMORY_TAGS, Controls, Generates, Inspects, MemoryTag, SleepLevel
 from rltool.engines.dialects.table import controls, detections, dialect, inspects, none_of_ours
+from rltool.engines.dialects.vllm_arrays import ArrayVllmDialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import events_of, making_sense_of, quote, read_body, read_reply
@@ -403,14 +404,21 @@ class EngineClient:
         with making_sense_of(f"the counters of {endpoint.url}"):
             return engine_dialect.parse_counters(reply)
 
-    async def checksums(self, endpoint: EngineEndpoint, *, timeout: float) -> Checksums | None:
-        """Digests of what the engine holds, None where it has none to give. Reads all weights: seconds for a large
-        model."""
+    async def checksums(
+        self, endpoint: EngineEndpoint, *, timeout: float, adapter: str = ""
+    ) -> Checksums | None:
+        """Digests of what the engine holds, or of this adapter; None where it has none to give, as of adapters all have
+        but rltool's plugin. Reads all weights: seconds for a large model."""
         engine_dialect = _inspects(endpoint)
+        if not adapter:
+            request = engine_dialect.checksums()
+        elif isinstance(engine_dialect, ArrayVllmDialect):
+            request = engine_dialect.adapter_checksums(adapter)
+        else:
+            return None
         reply = await self.request(
-            endpoint.url, engine_dialect.checksums(), key=endpoint.present_key(), timeout=timeout, retry=False,
-            limit=CHECKSUMS_BYTES,
-        )  # fmt: skip
+            endpoint.url, request, key=endpoint.present_key(), timeout=timeout, retry=False, limit=CHECKSUMS_BYTES
+        )
         with making_sense_of(f"the checksums of {endpoint.url}"):
             return engine_dialect.parse_checksums(reply)
 

@@ -60,6 +60,12 @@ def tiles(run: RunFiles, *, several: bool) -> str:
     if difference := metrics.get("train/logprob_abs_diff_mean"):
         largest = format_number(max(value for _, value in difference))
         found.append(("Log-probability difference", largest, "largest mean of any step"))
+    if rank := run.config.get("lora.rank"):
+        named = run.config.get("lora.targets", "all-linear")
+        targets = named if isinstance(named, str) else ", ".join(named)
+        sent = {"adapter": "sent alone"}.get(str(run.config.get("weights.lora_sync")), "sent merged")
+        alpha = run.config.get("lora.alpha", 32)
+        found.append(("Adapters (LoRA)", f"rank {rank}", f"alpha {alpha}, {targets}, {sent}"))
     if seconds := metrics.get("time/step_seconds"):
         total = math.fsum(value for _, value in seconds)
         found.append(("Steps", f"{len(seconds)}", f"{total:.0f} s in all, {total / len(seconds):.2f} s each"))

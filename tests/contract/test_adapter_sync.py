@@ -25,6 +25,8 @@ from rltool.rollout.serving.versions import VersionBook
 from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import SyncReport, WeightSyncFailed
+from rltool.weights.verify.comparison import Comparison
+from rltool.weights.verify.implied_checksums import adapter_checksums
 from rltool.weights.verify.values import ValueCheck
 from tests.contract import sync_rig
 from tests.contract.fakes.sglang import VOCAB_SIZE
@@ -51,6 +53,9 @@ class Ranks(SenderRanks):
 
     async def logprobs(self, batch):
         return batch.rollout_logprobs + self.shift
+
+    async def weight_checksums(self, layout):
+        return adapter_checksums(self.plan, self.weights(1).items(), layout)
 
 
 class Run:
@@ -284,3 +289,26 @@ def test_an_engine_that_fails_is_left_out_alone_and_gets_the_next(engines, tmp_p
         assert (await run.sync(2)).failed == {} and run.states() == [State.READY] * 2
 
     playing(engines, tmp_path, scenario)
+
+
+def test_a_changed_tensor_of_an_adapter_is_found_by_name_and_values_are_compared_where_it_cannot_be_read(
+    engines, tmp_path
+):
+    async def scenario(run):
+        await run.sync(1)
+        comparison = Comparison(
+            run.rig.set, run.ranks, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256), deadline=DEADLINE, adapter=run.book.adapter
+        )
+        found = await comparison.compare(list(run.fleet.members()))
+        assert all(verdict.equal for verdict in found.values())
+        assert all("2 of 2 parameters are bit-equal" in found[engine.url].lines[0] for engine in engines)
+        assert "cannot be read from this engine" in found[stock.url].lines[0]
+        engines[1].adapters[name(1)][B] *= 2  # as if the scale had been applied twice
+        found = await comparison.compare(list(run.fleet.members()))
+        assert [url for url, verdict in found.items() if not verdict.equal] == [engines[1].url]
+        assert found[engines[1].url].lines[1] == "the first parameter that differs: x.lora_B"
+        assert {named for engine in engines for named in engine.sampled_with} == {name(1)}, "nor the model alone"
+
+    with FakeVllm(key=KEY, plugin=False) as stock:
+        stock.lora_rank, stock.lora_slots = 8, 3
+        playing([*engines, stock], tmp_path, scenario)

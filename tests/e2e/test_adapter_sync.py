@@ -6,10 +6,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,8 +27,9 @@ from rltool.checkpoints.peft_format import write_peft
 from rltool.config.sections import LoraConfig
 from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
-from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.plugin.adapters import build, take
+from rltool.engines.dialects.checksums import ParameterLayout
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
+from rltool.engines.plugin.adapters import build, digests, take
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
@@ -33,8 +39,10 @@ from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
+from rltool.weights.verify.implied_checksums import adapter_checksums
+from tests.e2e.engines import free_port, serving_sglang
 from tests.e2e.job import DEADLINE, Job, write_job
-from tests.ranks import flat_bytes
+from tests.ranks import flat_bytes, plan_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -65,50 +73,158 @@ def engines(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> It
         yield write_job(root, tiny_tied_dir, f"@{run.endpoints_file}"), run
 
 
-def test_every_sequence_has_one_version_no_engine_pauses_and_a_killed_one_comes_back_with_the_adapter(engines):
+@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_every_sequence_has_one_version_no_engine_pauses_and_a_killed_one_comes_back_with_the_adapter(engines, killed):
     job, served = engines
-    train = job.start("train", "flight", sets=[*LORA, "steps=100000", "rollout.max_staleness=2", "eval.sets={}"])
+    run = "killed" if killed else "flight"
+    train = job.start("train", run, sets=[*LORA, "steps=100000", "rollout.max_staleness=2", "eval.sets={}"])
 
     def serving() -> list[float]:
-        steps = job.steps("flight") if (job.runs / "flight" / "metrics.jsonl").exists() else []
+        steps = job.steps(run) if (job.runs / run / "metrics.jsonl").exists() else []
         return [record["rollout/engines_serving"] for record in steps]
 
     def said() -> str:
-        return job.output("flight")
+        return job.output(run)
 
     try:
         until(lambda: len(serving()) >= 5, said)
-        before = read_state(served, "engine-0")
-        assert before is not None
-        os.kill(before.pid, signal.SIGKILL)
-        until(lambda: serving()[-1] == 1, said)
-        until(lambda: serving()[-1] == 2, said)
+        if killed:
+            before = read_state(served, "engine-0")
+            assert before is not None
+            os.kill(before.pid, signal.SIGKILL)
+            until(lambda: serving()[-1] == 1, said)
+            until(lambda: serving()[-1] == 2, said)
         came_back = len(serving())
-        until(lambda: len(serving()) >= came_back + 5, said)
+        until(lambda: len(serving()) >= max(came_back + 5, 21 if killed else 11), said)
     finally:
         train.send_signal(signal.SIGTERM)
         code = train.wait(DEADLINE)
     assert code == 0, said()[-3000:]
-    steps = job.steps("flight")
+    steps = job.steps(run)
     synced = steps[:-1]  # the last ended with the signal
     differences = [record["weights/logprob_abs_diff_mean"] for record in synced]
     assert 0 < max(differences) < 1e-5, "every engine at every sync, in float32 on both sides"
     assert all(record["weights/paused_seconds"] == 0 for record in synced)
     late = 0
     for step, record in enumerate(steps):
-        dump = json.loads((job.runs / "flight" / "rollouts" / f"step_{step:06d}.json").read_text())
+        dump = json.loads((job.runs / run / "rollouts" / f"step_{step:06d}.json").read_text())
         of_samples = [{span[0] for span in sample["versions"]} for sample in dump["samples"]]
         assert all(len(versions) == 1 for versions in of_samples)
         numbers = {int(version.rsplit(":", 1)[1]) for [version] in of_samples}
         assert max(numbers) <= record["step"] and min(numbers) >= record["step"] - 2
         late += min(numbers) < record["step"]
     assert late > 3, "requests were in flight over syncs"
+    assert len(synced) >= (20 if killed else 10)
     logs = [log.read_text() for log in served.path.glob("logs/*/engine-*.log")]
     assert any("setting pause state to UNPAUSED" in log for log in logs), "vLLM writes every change of it"
     assert not any("setting pause state to PAUSED" in log for log in logs)
     for engine in Endpoints.load(served.endpoints_file).models["policy"].engines:
         assert probe(engine, timeout=10.0).weight_version == "default", "the model beside the adapters is as it was"
     assert not any(record.get("rollout/refused_foreign_total") for record in steps)
+
+
+def test_an_engine_that_joins_late_serves_with_the_present_adapter_and_is_what_the_trainer_holds(engines, tmp_path):
+    given, served = engines
+    first, late = Endpoints.load(served.endpoints_file).models["policy"].engines
+    Endpoints(models={"policy": ModelEndpoints(engines=(first,))}).save(tmp_path / "one.json")
+    job = write_job(tmp_path, given.model, f"@{tmp_path}/one.json")
+    train = job.start("train", "late", sets=[*LORA, "steps=100000", "rollout.max_staleness=1", "eval.sets={}"])
+
+    def serving() -> list[float]:
+        found = job.runs / "late" / "metrics.jsonl"
+        return [record["rollout/engines_serving"] for record in job.steps("late")] if found.exists() else []
+
+    try:
+        until(lambda: len(serving()) >= 3, lambda: job.output("late"))
+        assert set(serving()) == {1}
+        said = job.say("engines", "add", late.url, "--run", "late", "--key-file", str(late.key_file))
+        assert "added to run late (stale" in said
+        until(lambda: serving()[-1] == 2, lambda: job.output("late"))
+        said = job.say("debug", "weights", "--run", "late")
+        for engine in (first, late):
+            assert f"{engine.url}: the same weights as the trainer of run late" in said
+        assert said.count("sampled tokens agree") == 2, said
+        held = re.findall(r"checksums: (\d+) of (\d+) parameters are bit-equal\n", said)
+        assert len(held) == 2 and all(equal == compared and int(compared) > 20 for equal, compared in held), said
+    finally:
+        train.send_signal(signal.SIGTERM)
+        code = train.wait(DEADLINE)
+    assert code == 0, job.output("late")[-3000:]
+    assert max(record["weights/logprob_abs_diff_mean"] for record in job.steps("late")[:-1]) < 1e-5
+
+
+@pytest.mark.long
+def test_a_stock_vllm_loads_each_version_from_a_directory(tiny_tied_dir, tmp_path):
+    """Without rltool's plugin, by vLLM's own routes."""
+    port = free_port()
+    flags = f"""--model {tiny_tied_dir} --served-model-name policy --host 127.0.0.1 --port {port} --dtype float32
+        --enable-lora --max-lora-rank 8 --max-loras 3 --max-cpu-loras 3 --enable-scale-out --enforce-eager
+        --logprobs-mode processed_logprobs --max-model-len 256 --no-enable-chunked-prefill
+        --max-num-batched-tokens 2048 --max-num-seqs 64"""
+    stock = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "", "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }  # fmt: skip
+    log, url = tmp_path / "vllm.log", f"http://127.0.0.1:{port}"
+    argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags.split()]
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            argv, env=os.environ | stock, stdout=file, stderr=file, cwd=tmp_path, start_new_session=True
+        )
+    try:
+        until(lambda: server.poll() is not None or is_healthy(url), log.read_text)
+        assert server.poll() is None, log.read_text()[-4000:]
+        job = write_job(tmp_path, tiny_tied_dir, f"127.0.0.1:{port}")
+        job("train", "stock", sets=[*LORA, "steps=20", "rollout.max_staleness=1", "eval.sets={}"])
+        with urllib.request.urlopen(f"{url}/v1/models") as reply:
+            left = [model["id"] for model in json.load(reply)["data"]]
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait(DEADLINE)
+    assert left == ["policy"], "a run that has ended leaves no adapter"
+    check_steps(job, "stock", 1e-5)
+    said = log.read_text()
+    assert said.count('"POST /v1/load_lora_adapter HTTP/1.1" 200') >= 20
+    assert '"POST /pause' not in said and '"POST /rltool/' not in said
+
+
+@pytest.mark.long
+def test_an_sglang_loads_each_version_from_a_directory(tiny_untied_dir, tmp_path):
+    """With its LoRA products in plain torch, which need no GPU; its memory is pinned by CUDA elsewhere."""
+    with serving_sglang(
+        tiny_untied_dir, tmp_path, lora_rank=4, lora_slots=3, extra_args=("--lora-backend", "torch_native")
+    ) as engine:
+        Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(tmp_path / "one.json")
+        job = write_job(tmp_path, tiny_untied_dir, f"@{tmp_path}/one.json")
+        job("train", "sglang", sets=[*LORA, "steps=20", "rollout.max_staleness=1", "eval.sets={}"])
+    check_steps(job, "sglang", 1e-4)  # its kernels against Megatron's, as in full training
+    said = engine.log.read_text()
+    assert said.count('"POST /load_lora_adapter HTTP/1.1" 200') >= 20
+    assert '"POST /pause_generation' not in said and '"POST /update_weights' not in said
+
+
+def check_steps(job: Job, run: str, allowed: float) -> None:
+    """Twenty steps without a pause, with every sequence of one version."""
+    steps = job.steps(run)
+    assert len(steps) == 20
+    assert 0 < max(record["weights/logprob_abs_diff_mean"] for record in steps if record["step"]) < allowed
+    assert all(record["weights/paused_seconds"] == 0 for record in steps)
+    seen = set()
+    for step, record in enumerate(steps):
+        dump = json.loads((job.runs / run / "rollouts" / f"step_{step:06d}.json").read_text())
+        of_samples = [{span[0] for span in sample["versions"]} for sample in dump["samples"]]
+        assert all(len(versions) == 1 for versions in of_samples)
+        numbers = {int(version.rsplit(":", 1)[1]) for [version] in of_samples}
+        assert record["step"] - 1 <= min(numbers) and max(numbers) <= record["step"]
+        seen |= numbers
+    assert len(seen) >= 18
+
+
+def is_healthy(url: str) -> bool:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        return True
+    return False
 
 
 def test_a_name_has_values_of_its_own_in_the_prefix_cache_and_a_server_refuses_it_a_second_time(engines, tmp_path):
@@ -195,3 +311,35 @@ def test_tensors_that_are_loaded_twice_are_scaled_once_each_time_and_unknown_one
     build(manager, [flat("1.self_attn.q_proj")], peft)
     with pytest.raises(WeightUpdateError, match="no adapter for"):
         build(manager, [flat("1.mlp.unheard_of")], peft)
+
+
+def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():
+    """In bfloat16, with a scale that rounds."""
+    from vllm.config.lora import LoRAConfig
+
+    taken: list[Any] = []
+    adapters = SimpleNamespace(
+        model=torch.nn.Module(), modules={"model.layers.0.self_attn.o_proj": None}, packed_modules={},
+        add_adapter=lambda lora: taken.append([layer.optimize() for layer in lora.loras.values()] and lora),
+        activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None, get_adapter=lambda _: taken[-1],
+    )  # fmt: skip
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.bfloat16)
+    manager = SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64)
+    peft = {"peft_type": "LORA", "r": 3, "lora_alpha": 7, "target_modules": ["o_proj"], "bias": "none"}
+    generator = torch.Generator().manual_seed(0)
+    name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
+    tensors = {name.format(letter): torch.randn(3, 5, generator=generator) for letter in "AB"}
+    tensors[name.format("B")] = tensors[name.format("B")].T.contiguous()
+
+    def held() -> dict[str, str]:
+        bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+        take(manager, build(manager, [(bucket, flat_bytes(tensors, bucket))], peft), 1)
+        return digests(manager, 1)
+
+    plan = replace(plan_of(tensors), peft=peft)
+    implied = adapter_checksums(plan, tensors.items(), ParameterLayout("bfloat16"))
+    assert {name: (digest,) for name, digest in held().items()} == implied and len(implied) == 2
+    tensors[name.format("B")][2, 1] += 0.1
+    assert [name for name, digest in held().items() if implied[name] != (digest,)] == [
+        "model.layers.0.self_attn.o_proj.lora_B"
+    ]

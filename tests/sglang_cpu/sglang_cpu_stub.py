@@ -10,8 +10,8 @@ On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but two of its im
   beforehand.
 - NIXL, where it is installed: SGLang calls its KV cache VRAM wherever it lies, and UCX refuses host memory under that
   name. Here it is called DRAM, which it is.
-- memory of the host that it copies from a GPU to, such as that of routed experts, is page-locked by CUDA. Here it is
-  not.
+- memory of the host that it copies from a GPU to, such as that of routed experts, or to one from, such as adapters, is
+  page-locked by CUDA. Here it is not.
 
 A .pth file imports this module at the start of every interpreter of the environment, so it imports nothing heavy
 itself.
@@ -93,7 +93,29 @@ def _without_page_locks(module: types.ModuleType) -> None:
     module._cuda_host_register = lambda *_args: None
 
 
-CHANGED = {NIXL: _nixl_of_host_memory, "sglang.srt.mem_cache.pool_host.common": _without_page_locks}
+PINNING = ("tensor", "zeros", "empty", "ones", "arange", "full")
+
+
+def _without_pinned_memory(_module: types.ModuleType) -> None:
+    import torch
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(make)
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in PINNING:
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_args: self  # type: ignore[method-assign]
+
+
+CHANGED = {
+    NIXL: _nixl_of_host_memory,
+    "sglang.srt.mem_cache.pool_host.common": _without_page_locks,
+    "sglang.srt.lora.lora": _without_pinned_memory,
+}
 """What is done to a module once it is imported."""
 
 

@@ -35,6 +35,11 @@ class ArrayVllmDialect(VllmDialect):
     def checksums(self) -> HttpRequest:
         return HttpRequest("GET", CHECKSUMS_PATH, tolerate=(NO_SUCH_ROUTE,))  # of an rltool that has no such route yet
 
+    @staticmethod
+    def adapter_checksums(name: str) -> HttpRequest:
+        """Of an adapter that was published; parsed by parse_checksums."""
+        return HttpRequest("GET", CHECKSUMS_PATH, query={"adapter": name}, tolerate=(NO_SUCH_ROUTE,))
+
     def parse_choice(self, choice: Mapping[str, Any], with_mask: bool) -> Completion:
         """One entry of `choices`. Raises MissingLogprobs where a value is missing or not finite."""
         reason = choice.get("finish_reason")

@@ -9,9 +9,12 @@ that requests run with is not dropped.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+import torch
 
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.prefetch import Buckets
@@ -91,15 +94,17 @@ def build(manager: Any, buckets: Buckets, peft: Mapping[str, Any]) -> Any:
     }  # fmt: skip
     model = adapters.model
     mapper = getattr(model, "hf_to_vllm_mapper", None)
-    lora = LoRAModel.from_lora_tensors(
+    mapper = None if mapper is None else mapper.get_rename_mapper()
+    lora: Any = LoRAModel.from_lora_tensors(
         PLACEHOLDER_ID, tensors, helper, device="cpu", dtype=config.lora_dtype, model_vocab_size=manager.vocab_size,
-        weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        weights_mapper=mapper,
         skip_prefixes=getattr(model, "lora_skip_prefixes", None),
     )  # fmt: skip
     unused = _unused(adapters, lora.loras)
     if unused:
         raise WeightUpdateError(f"the model of this engine has no adapter for {', '.join(unused[:3])}")
     adapters._validate_moe_lora_format(lora)
+    lora.rltool_names = {_module(name, mapper): _module(name, None) for name in tensors}
     return lora
 
 
@@ -108,6 +113,44 @@ def take(manager: Any, lora: Any, lora_id: int) -> None:
     lora.id = lora_id
     manager._adapter_manager.add_adapter(lora)
     manager._adapter_manager.activate_adapter(lora_id)
+
+
+def digests(manager: Any, lora_id: int) -> dict[str, str]:
+    """SHA-256 of each A and B that a worker holds of an adapter, B scaled, by the module's name in peft and the letter:
+    model.layers.0.self_attn.q_proj.lora_A."""
+    adapters, found = manager._adapter_manager, dict[str, str]()
+    lora = adapters.get_adapter(lora_id)
+    if lora is None:
+        raise WeightUpdateError(f"this worker has no adapter {lora_id}")
+    names = getattr(lora, "rltool_names", {})
+    for module, layer in lora.loras.items():
+        packed = isinstance(layer.lora_a, list)
+        parts = adapters.packed_modules[module] if packed else [module]
+        pairs = zip(layer.lora_a, layer.lora_b, strict=True) if packed else [(layer.lora_a, layer.lora_b)]
+        for part, pair in zip(parts, pairs, strict=True):
+            for letter, tensor in zip("AB", pair, strict=True):
+                if tensor is not None:
+                    raw = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+                    found[f"{names.get(part, part)}.lora_{letter}"] = hashlib.sha256(raw.data).hexdigest()
+    return found
+
+
+async def checksums(state: Any, name: str) -> tuple[int, dict[str, Any]]:
+    """(status, JSON) of GET /rltool/checksums?adapter=NAME: `digests` of each worker. 404 without such an adapter."""
+    request = state.openai_serving_models.lora_requests.get(name)
+    if request is None:
+        return 404, {"error": f"there is no adapter {name}"}
+    answers = await ask_workers(state.engine_client, "rltool_adapter_digests", request.lora_int_id)
+    if failure := failure_in([failure for _, failure in answers]):
+        return 500, {"error": failure}
+    named = {f"worker{i}:{name}": value for i, (found, _) in enumerate(answers) for name, value in found.items()}
+    return 200, {"checksums": named}
+
+
+def _module(name: str, mapper: Any) -> str:
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    return parse_fine_tuned_lora_name(name, mapper)[0]
 
 
 def _unused(adapters: Any, names: Iterable[str]) -> list[str]:

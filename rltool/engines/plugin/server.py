@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
-from rltool.engines.plugin import info, sglang_api
+from rltool.engines.plugin import adapters, info, sglang_api
 from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
 from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH, drop_adapter, publish_adapter
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
@@ -153,6 +153,9 @@ class ServerMiddleware:
         return Reply(200, sglang_api.from_vllm(wanted, json.loads(reply)))
 
     async def _checksums(self, request: Request) -> Response:
+        adapter = request.query_params.get("adapter")
+        if adapter is not None:
+            return Reply(*await adapters.checksums(request.app.state, adapter))
         return Reply(200, await info.checksums(request.app.state))
 
     async def _lease(self, request: Request) -> Response:

@@ -125,6 +125,14 @@ class WeightUpdateRecovery:
         """Returns why it cannot, or ""."""
         return _failure_of(lambda: self.model_runner.lora_manager.remove_adapter(lora_id))
 
+    def rltool_adapter_digests(self, lora_id: int) -> tuple[dict[str, str], str]:
+        """(its digests, why there are none or "")."""
+        from rltool.engines.plugin.adapters import digests
+
+        found: dict[str, str] = {}
+        failure = _failure_of(lambda: found.update(digests(self.model_runner.lora_manager, lora_id)))
+        return found, failure
+
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
         """(it has come, or never will; why it will not, or "")."""
         found: list[bool] = []

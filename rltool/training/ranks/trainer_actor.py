@@ -29,7 +29,7 @@ from rltool.training.cluster.devices import RankDevice, device_of_rank
 from rltool.weights.send.sender import SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
-from rltool.weights.verify.implied_checksums import implied_checksums
+from rltool.weights.verify.implied_checksums import adapter_checksums, implied_checksums
 
 if TYPE_CHECKING:
     from rltool.checkpoints.completion import Saved
@@ -278,14 +278,14 @@ class TrainerActor:
 
     def weight_checksums(self, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
         """A collective of all ranks; those of an engine that holds the present weights in this layout come from rank
-        0."""
-        sent = self._here.sender.plan
-        plan = self._here.trainer.export_plan if sent.peft is not None else sent
-        stream = self._here.trainer.export_weights(plan=plan)
+        0. With weights.lora_sync = "adapter" those of the adapter."""
+        trainer, plan = self._here.trainer, self._here.sender.plan
+        stream = trainer.export_weights(plan=plan) if plan.peft is None else trainer.export_adapters()
         try:
             if self.rank != 0:
                 return {}
-            return implied_checksums(plan, named_tensors(stream), layout)
+            checksums = implied_checksums if plan.peft is None else adapter_checksums
+            return checksums(plan, named_tensors(stream), layout)
         finally:
             drain(stream)  # also where a digest failed: the other ranks are inside the same gather
 

@@ -78,7 +78,8 @@ class Comparison:
         verdicts: dict[str, Verdict] = {}
         for url, look in found.items():
             samples = [Sampled.of(request.prompt_ids, completion) for completion in look.completions]
-            parameters = await self._parameters(look.info, look.checksums, digests)
+            of_it = self._adapter_parameters if request.adapter else self._parameters
+            parameters = await of_it(look.info, look.checksums, digests)
             allowed = self._check.allowed(look.info)
             verdicts[url] = verdict(parameters, samples, [next(scores) for _ in samples], allowed)
         return verdicts
@@ -88,9 +89,9 @@ class Comparison:
             completions = await generate_at(
                 self._client, self._fleet, engine, request, timeout=self._deadline, attempts=1
             )
-            if request.adapter:  # checksums are of the model beside it
-                return _Found(engine.info, completions, {})
-            checksums = await self._client.checksums(engine.endpoint, timeout=self._deadline)
+            checksums = await self._client.checksums(
+                engine.endpoint, timeout=self._deadline, adapter=request.adapter
+            )
             return _Found(engine.info, completions, checksums or {})
         except EngineError as error:
             return str(error)
@@ -105,6 +106,19 @@ class Comparison:
         if layout not in digests:
             digests[layout] = await self._ranks.weight_checksums(layout)
         return compare(checksums, with_ranks(checksums, digests[layout]))
+
+    async def _adapter_parameters(
+        self, info: EngineInfo, checksums: Checksums, digests: dict[ParameterLayout, dict[str, tuple[str, ...]]]
+    ) -> Compared | str:
+        """Every worker of the engine has whole tensors of it."""
+        if not checksums:
+            return "the adapter's tensors cannot be read from this engine: log-probabilities alone are compared"
+        layout = ParameterLayout(info.dtype or self._ranks.plan.dtype)
+        if layout not in digests:
+            digests[layout] = await self._ranks.weight_checksums(layout)
+        named = {name: digest for name, (digest,) in digests[layout].items()}
+        workers = {key.partition(":")[0] for key in checksums}
+        return compare(checksums, {f"{worker}:{name}": value for worker in workers for name, value in named.items()})
 
 
 def _of_responses(logprobs: Tensor, lengths: Tensor, prompt: int) -> list[list[float]]:

@@ -12,6 +12,7 @@ from rltool.engines.dialects.table import inspects
 from rltool.engines.transfer.wire import dtype_of
 from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import ExportPlan
+from rltool.models.adapters import PEFT_PREFIX
 from rltool.models.base import Parameter
 from rltool.weights.verify.digests import DIGESTS
 
@@ -70,6 +71,21 @@ def implied_checksums(
             digests[parameter] = tuple(digest(_joined(of_rank)) for of_rank in zip(*shards, strict=True))
         del tensor  # else what it was gathered in stays while there is a next one
     return digests
+
+
+def adapter_checksums(
+    plan: ExportPlan, tensors: Iterable[tuple[str, Tensor]], layout: ParameterLayout
+) -> dict[str, tuple[str, ...]]:
+    """Of what rltool's plugin holds of an adapter (rltool.engines.plugin.adapters.digests): A and B in the layout's
+    dtype, B multiplied with alpha / rank there. One digest each: every worker has all of it."""
+    assert plan.peft is not None, "the plan is of an adapter"
+    scale, dtype, found = plan.peft["lora_alpha"] / plan.peft["r"], dtype_of(layout.dtype), dict[str, tuple[str, ...]]()
+    for name, tensor in tensors:
+        module = name.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+        held = tensor.detach().cpu().to(dtype, copy=True)
+        found[module] = (DIGESTS["sha256"](held * scale if module.endswith("B") else held),)
+        del tensor  # see implied_checksums
+    return found
 
 
 def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:

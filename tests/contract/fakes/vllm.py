@@ -310,7 +310,16 @@ class FakeVllm(FakeServer):
             return _error(404, "The lora adapter cannot be found.")
         return web.Response(text="Success")
 
-    async def _checksums(self, _) -> web.Response:
+    async def _checksums(self, recorded: Recorded) -> web.Response:
+        if "adapter" in recorded.query:  # as vLLM holds it: B is scaled
+            scale = self.peft["lora_alpha"] / self.peft["r"]
+            named = {
+                name.removeprefix("base_model.model.").removesuffix(".weight"): hashlib.sha256(
+                    (tensor * scale if "_B" in name else tensor).numpy().tobytes()
+                ).hexdigest()
+                for name, tensor in self.adapters[recorded.query["adapter"]].items()
+            }
+            return web.json_response({"checksums": {f"worker0:{name}": digest for name, digest in named.items()}})
         digests = {
             f"dp0:pp0:pcp0:tp{rank}:{name}": hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
             for rank, own in enumerate(self.of_ranks)

@@ -91,6 +91,16 @@ def test_tiles_tell_the_rise(tmp_path):
     assert "1.00e-06" in page
 
 
+def test_adapters_have_a_tile(tmp_path):
+    full_run(tmp_path)
+    assert "LoRA" not in write_report([tmp_path]).read_text()
+    lora = {"rank": 16, "alpha": 32.0, "targets": ["qkv", "proj"]}
+    config = {"config": {"lora": lora, "weights": {"lora_sync": "adapter"}}, "origins": {}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    page = write_report([tmp_path]).read_text()
+    assert "Adapters (LoRA)</b><strong>rank 16</strong><small>alpha 32.0, qkv, proj, sent alone<" in page
+
+
 def test_run_with_a_single_step_and_few_metrics_has_a_report(tmp_path):
     write(tmp_path, record(0, rollout__reward_mean=0.5))
     page = write_report([tmp_path]).read_text()
