@@ -24,7 +24,6 @@ from rltool.tinker.calls import adam_params, adapter_spec, checkpoint_name, chec
 from rltool.tinker.journal import Call, Journal
 from rltool.training.served import ServedTrainer
 
-
 _OF_THE_BOOKS = ("session", "delete_checkpoint", "checkpoint_ttl")
 """Calls that the trainer has no part in: they are done when they are accepted."""
 
@@ -52,8 +51,8 @@ class Limits:
 
 @dataclass
 class _Model:
-    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; deleted: names; ttl: seconds that
-    a save asked for; expires: set later, seconds of the clock, None for never."""
+    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too. ttl: seconds that a save asked
+    for. expires: set later, seconds of the clock, None for never."""
 
     client: str
     lora: dict[str, Any] | None
@@ -229,18 +228,12 @@ class Service:
         return self._directory / "checkpoints" / model / name
 
     def _remove_deleted(self) -> None:
-        """The files of deleted checkpoints that no call reads or writes which would be carried out again now."""
+        """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
         for deletion in tuple(self._deletions):
-            model, name = deletion.model, deletion.body["name"]
-            path = checkpoint_path(model, name)
-            if not any(
-                call.number > self._done.get(call.model, -1)
-                and (call.body.get("path") == path or (call.kind, call.model, call.body.get("name")) == (
-                    "save_weights", model, name
-                ))
-                for call in self._journal.calls[: deletion.number]
-            ):  # fmt: skip
-                directory = self._checkpoint_directory(model, name)
+            before = self._journal.calls[: deletion.number]
+            after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
+            if not any(_uses(call, deletion.model, deletion.body["name"]) for call in after_snapshot):
+                directory = self._checkpoint_directory(deletion.model, deletion.body["name"])
                 if directory.exists():
                     shutil.rmtree(directory)
                 self._deletions.remove(deletion)
@@ -373,6 +366,7 @@ class Service:
             self._done = held["done"]
         for call in self._journal.calls:
             self._enter(call)
+        self._remove_deleted()
 
     def close(self) -> None:
         self._journal.close()
@@ -393,3 +387,10 @@ def _ttl(seconds: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
         raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
     return seconds
+
+
+def _uses(call: Call, model: str, name: str) -> bool:
+    """Whether a call writes or reads a checkpoint."""
+    if call.kind == "load_weights":
+        return call.body["path"] == checkpoint_path(model, name)
+    return call.kind == "save_weights" and call.model == model and call.body["name"] == name
