@@ -146,7 +146,8 @@ class Service:
     async def save_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
         await self.expire()
-        seq, kept = body.get("seq_id"), {"name": checkpoint_name(body.get("path") or f"step-{body.get('seq_id')}")}
+        seq = body.get("seq_id")
+        kept: dict[str, Any] = {"name": checkpoint_name(body.get("path") or f"step-{seq}")}
         if body.get("ttl_seconds") is not None:
             kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
         return await self.on_model(client, "save_weights", body.get("model_id"), seq, kept)
