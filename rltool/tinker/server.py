@@ -18,6 +18,8 @@ from aiohttp import web
 
 from rltool.errors import UsageError
 from rltool.processes.keys import read_key
+from rltool.tinker import checkpoints
+from rltool.tinker.calls import checkpoint_name
 from rltool.tinker.journal import Call
 from rltool.tinker.service import Refused, Service
 from rltool.tinker.wire import decode_forward
@@ -76,8 +78,43 @@ class TinkerServer:
         app.router.add_get(PREFIX + "get_server_capabilities", self._answering(self._capabilities))
         app.router.add_post(PREFIX + "forward_backward", self._forward_backward)
         app.router.add_post(PREFIX + "retrieve_future", self._retrieve)
+        self._add_checkpoint_routes(app)
         app.router.add_route("*", "/{path:.*}", self._no_route)
         return app
+
+    def _add_checkpoint_routes(self, app: web.Application) -> None:
+        service, runs = self._service, PREFIX + "training_runs"
+        one = runs + "/{model}/checkpoints/weights/{name}"
+
+        def add(method: str, path: str, answer: Callable[[str, Body, web.Request], Awaitable[Body]]) -> None:
+            async def handle(request: web.Request) -> web.Response:
+                async def handler(client: str, body: Body) -> Body:
+                    return await answer(client, body, request)
+
+                return await self._answer(request, handler, None)
+
+            app.router.add_route(method, path, handle)
+
+        async def delete(client: str, body: Body, request: web.Request) -> Body:
+            model, name = request.match_info["model"], checkpoint_name(request.match_info["name"])
+            await service.delete_checkpoint(client, model, name)
+            return {}
+
+        async def set_ttl(client: str, body: Body, request: web.Request) -> Body:
+            model, name = request.match_info["model"], checkpoint_name(request.match_info["name"])
+            await service.set_ttl(client, model, name, body.get("ttl_seconds"))
+            return {}
+
+        add("GET", runs, lambda client, _, asked: checkpoints.training_runs(service, client, asked.query))
+        add("GET", runs + "/{model}", lambda client, _, asked: checkpoints.training_run(
+            service, client, asked.match_info["model"]))  # fmt: skip
+        add("GET", runs + "/{model}/checkpoints", lambda client, _, asked: checkpoints.checkpoints_of(
+            service, client, asked.match_info["model"]))  # fmt: skip
+        add("GET", PREFIX + "checkpoints", lambda client, _, asked: checkpoints.all_checkpoints(
+            service, client, asked.query))  # fmt: skip
+        add("POST", PREFIX + "weights_info", lambda client, body, _: checkpoints.weights_info(service, client, body))
+        add("DELETE", one, delete)
+        add("PUT", one + "/ttl", set_ttl)
 
     # -- calls
 

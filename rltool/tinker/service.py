@@ -12,8 +12,9 @@ import hashlib
 import json
 import secrets
 import shutil
+import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ from rltool.processes.files import write_json_atomic
 from rltool.tinker.calls import adam_params, adapter_spec, checkpoint_name, checkpoint_path, parse_path, perform
 from rltool.tinker.journal import Call, Journal
 from rltool.training.served import ServedTrainer
+
+_OF_THE_BOOKS = ("session", "delete_checkpoint", "checkpoint_ttl")
+"""Calls that the trainer has no part in: they are done when they are accepted."""
+
+TTL_SECONDS = (3600, 315_360_000)
+"""What a checkpoint's time to live may be: an hour to ten years, as the client says."""
 
 
 class Refused(Exception):
@@ -44,11 +51,26 @@ class Limits:
 
 @dataclass
 class _Model:
-    """lora: the client's lora_config. names: of its checkpoints."""
+    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too. ttl: seconds that a save asked
+    for. expires: set later, seconds of the clock, None for never."""
 
     client: str
     lora: dict[str, Any] | None
     names: set[str]
+    deleted: set[str] = field(default_factory=set)
+    ttl: dict[str, float] = field(default_factory=dict)
+    expires: dict[str, float | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint. time, expires: seconds of the clock, expires None for never; size: in bytes."""
+
+    model: str
+    name: str
+    time: float
+    size: int
+    expires: float | None
 
 
 class Service:
@@ -69,6 +91,10 @@ class Service:
         self._done: dict[str, int] = {}
         """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
+        self._deletions: list[Call] = []
+        """Whose files may be there yet."""
+        self._last_calls: dict[str, float] = {}
+        self._started = time.time()
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
         self._recover()
@@ -118,17 +144,19 @@ class Service:
         return await self.on_model(client, "optim_step", body.get("model_id"), body.get("seq_id"), kept)
 
     async def save_weights(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"model_id", "seq_id", "path"})
+        _follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
+        await self.expire()
         seq = body.get("seq_id")
-        name = checkpoint_name(body.get("path") or f"step-{seq}")
-        return await self.on_model(client, "save_weights", body.get("model_id"), seq, {"name": name})
+        kept: dict[str, Any] = {"name": checkpoint_name(body.get("path") or f"step-{seq}")}
+        if body.get("ttl_seconds") is not None:
+            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+        return await self.on_model(client, "save_weights", body.get("model_id"), seq, kept)
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
-        of_model, name = parse_path(str(body.get("path")))
+        await self.expire()
+        of_model, _ = parse_path(str(body.get("path")))
         self.demand_model(client, of_model)
-        if not (self._directory / "checkpoints" / of_model / name).exists():
-            raise Refused(404, f"there is no checkpoint {body.get('path')!r}, or its save has not ended")
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": "session_id" in body}
         if "session_id" not in body:
             return await self.on_model(client, "load_weights", body.get("model_id"), body.get("seq_id"), kept)
@@ -137,6 +165,79 @@ class Service:
         model = self._new_name(client, body)
         kept["lora_config"] = self._models[of_model].lora
         return await self._accept(client, "load_weights", model, f"create:{model}", kept)
+
+    # -- checkpoints
+
+    def models_of(self, client: str) -> list[str]:
+        """In the order in which they were made."""
+        return [name for name, each in self._models.items() if each.client == client]
+
+    def last_call(self, model: str) -> float:
+        """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
+        return self._last_calls.get(model, self._started)
+
+    def demand_checkpoint(self, client: str, model: str, name: str) -> Path:
+        """404 for one that is deleted, not saved yet, or another client's."""
+        held = self._models[self.demand_model(client, model)]
+        directory = self._checkpoint_directory(model, name)
+        if name not in held.names or name in held.deleted or not directory.exists():
+            raise Refused(404, f"there is no checkpoint {checkpoint_path(model, name)!r}, or its save has not ended")
+        return directory
+
+    def saved(self, model: str) -> list[Saved]:
+        """A model's checkpoints, oldest first."""
+        found: list[Saved] = []
+        held = self._models[model]
+        for name in held.names - held.deleted:
+            directory = self._checkpoint_directory(model, name)
+            if directory.exists():
+                made = directory.stat().st_mtime
+                size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
+                ttl = held.ttl.get(name)
+                expires = held.expires.get(name, None if ttl is None else made + ttl)
+                found.append(Saved(model, name, made, size, expires))
+        return sorted(found, key=lambda each: (each.time, each.name))
+
+    async def delete_checkpoint(self, client: str, model: str, name: str) -> None:
+        """Not listed and not loaded from here on. Its files go with a snapshot after which no call needs them. A
+        repetition changes nothing; the name is not given again."""
+        if name not in self._models[self.demand_model(client, model)].deleted:
+            self.demand_checkpoint(client, model, name)
+            await self._delete(client, model, name)
+
+    async def set_ttl(self, client: str, model: str, name: str, seconds: object) -> None:
+        """From now on; None: the checkpoint stays."""
+        expires = None if seconds is None else time.time() + _ttl(seconds)
+        await self.expire()
+        self.demand_checkpoint(client, model, name)
+        body = {"name": name, "expires": expires}
+        await self._accept(client, "checkpoint_ttl", model, f"ttl:{secrets.token_hex(8)}", body)
+
+    async def expire(self) -> None:
+        """Deletes the checkpoints whose time is over. A call of the journal like any other, so that what was loaded
+        before is loaded again after a kill."""
+        for model, held in list(self._models.items()):
+            if held.ttl or held.expires:
+                for each in self.saved(model):
+                    if each.expires is not None and each.expires <= time.time():
+                        await self._delete(held.client, model, each.name)
+
+    async def _delete(self, client: str, model: str, name: str) -> None:
+        await self._accept(client, "delete_checkpoint", model, f"delete:{model}:{name}", {"name": name})
+
+    def _checkpoint_directory(self, model: str, name: str) -> Path:
+        return self._directory / "checkpoints" / model / name
+
+    def _remove_deleted(self) -> None:
+        """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
+        for deletion in tuple(self._deletions):
+            before = self._journal.calls[: deletion.number]
+            after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
+            if not any(_uses(call, deletion.model, deletion.body["name"]) for call in after_snapshot):
+                directory = self._checkpoint_directory(deletion.model, deletion.body["name"])
+                if directory.exists():
+                    shutil.rmtree(directory)
+                self._deletions.remove(deletion)
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
         seq = body.get("model_seq_id")
@@ -158,22 +259,25 @@ class Service:
             # In the loop, not in a thread: a client that leaves cannot part an accepted call from the books.
             self._journal.accept(call)
             self._enter(call)
+            self._last_calls[model] = time.time()
         async with self._news:
             self._news.notify_all()
         return call
 
     def _within_limits(self, client: str, kind: str, model: str, body: dict[str, Any]) -> None:
-        if kind == "session":
+        if kind in _OF_THE_BOOKS:
             return
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
+        if kind == "load_weights":  # not earlier: a repeated call may be of a checkpoint that is deleted by now
+            self.demand_checkpoint(client, *parse_path(body["path"]))
         own = [each for each in self._models.values() if each.client == client]
         if model not in self._models and len(own) >= self.limits.models:
             raise UsageError(f"there are {len(own)} models, the most that a client may have")
         if kind == "save_weights":
             if body["name"] in self._models[model].names:
                 raise UsageError(f"{checkpoint_path(model, body['name'])} is there already; a name is given once")
-            if sum(len(each.names) for each in own) >= self.limits.checkpoints:
+            if sum(len(each.names - each.deleted) for each in own) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
@@ -182,10 +286,19 @@ class Service:
         if call.kind == "session":
             self._sessions[call.model] = call.client
             return
+        if call.kind == "delete_checkpoint":
+            self._models[call.model].deleted.add(call.body["name"])
+            self._deletions.append(call)
+            return
+        if call.kind == "checkpoint_ttl":
+            self._models[call.model].expires[call.body["name"]] = call.body["expires"]
+            return
         if call.kind in ("create_model", "load_weights") and call.model not in self._models:
             self._models[call.model] = _Model(call.client, call.body["lora_config"], set())
         if call.kind == "save_weights":
             self._models[call.model].names.add(call.body["name"])
+            if "ttl_seconds" in call.body:
+                self._models[call.model].ttl[call.body["name"]] = call.body["ttl_seconds"]
         if call.number > self._done.get(call.model, -1):
             self._waiting.setdefault(call.client, deque()).append(call)
 
@@ -194,7 +307,7 @@ class Service:
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
         calls = self._journal.calls
-        if not 0 <= number < len(calls) or calls[number].client != client or calls[number].kind == "session":
+        if not 0 <= number < len(calls) or calls[number].client != client or calls[number].kind in _OF_THE_BOOKS:
             raise Refused(404, f"there is no request {number}")
         results = self._journal.results
         try:
@@ -244,6 +357,7 @@ class Service:
         for other in snapshots.iterdir():
             if other.name != name:
                 shutil.rmtree(other)
+        self._remove_deleted()
 
     def _recover(self) -> None:
         pointer = self._directory / "snapshot.json"
@@ -253,6 +367,7 @@ class Service:
             self._done = held["done"]
         for call in self._journal.calls:
             self._enter(call)
+        self._remove_deleted()
 
     def close(self) -> None:
         self._journal.close()
@@ -266,3 +381,17 @@ def _follow(body: dict[str, Any], known: set[str]) -> None:
         odd.discard("optimizer_config")
     if odd:
         raise UsageError(f"{', '.join(sorted(odd))} is not supported by this server")
+
+
+def _ttl(seconds: object) -> int:
+    low, high = TTL_SECONDS
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
+        raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
+    return seconds
+
+
+def _uses(call: Call, model: str, name: str) -> bool:
+    """Whether a call writes or reads a checkpoint."""
+    if call.kind == "load_weights":
+        return call.body["path"] == checkpoint_path(model, name)
+    return call.kind == "save_weights" and call.model == model and call.body["name"] == name

@@ -111,11 +111,24 @@ def test_the_client_trains_saves_and_loads_and_its_wrong_calls_are_refused_by_na
     for name, text in {
         "loss": "'stable_reinforce' is not supported", "inputs": "logprobs", "long": "has 80 tokens",
         "rank": "lora_config.rank is 0", "model": "this server trains 'tiny'", "name": "a name is given once",
-        "ttl": "ttl_seconds is not supported", "sampler": "is not served here",
+        "ttl": "ttl_seconds is 5, expected", "sampler": "is not served here",
     }.items():  # fmt: skip
         assert text in errors[name], (name, errors[name])
-    stranger = result_of(start_client(server, "bob", "stranger", found["path"]))
-    assert "there is no model" in stranger["error"]
+    rest, run, path = found["rest"], found["rest"]["run"], found["path"]
+    short = f"tinker://{run}/weights/short"
+    assert rest["short"] == short
+    one, kept = [path, "training", True, True], [short, "training", True, True]
+    assert rest["listed"] == [[one, [short, "training", False, True]], [one, kept], [kept]]
+    assert rest["info"] == ["tiny", True, 4, False, True]
+    assert rest["made"] == found["saved"] and rest["made_went_on"] == found["went_on"]
+    assert rest["last"] == ["tiny", "alice", 4, short]
+    assert rest["runs"][0] == 2 and rest["runs"][1] >= 3 and rest["runs"][2] == rest["made_model"]
+    assert rest["page"] == [[short], 1]
+    for error, text in zip(rest["errors"], ("no checkpoint", "no checkpoint", "is not served here"), strict=True):
+        assert text in error
+    stranger = result_of(start_client(server, "bob", "stranger", short))
+    assert all("there is no model" in error for error in stranger["errors"]), stranger
+    assert stranger["checkpoints"] == 0
 
 
 def test_a_wrong_key_is_refused(server):

@@ -82,17 +82,62 @@ def surface(service):
         "rank": message(lambda: service.create_lora_training_client("tiny", rank=0).result()),
         "model": message(lambda: service.create_lora_training_client("Qwen/Qwen3-8B", rank=4).result()),
         "name": message(lambda: client.save_state("one").result()),
-        "ttl": message(lambda: client.save_state("two", ttl_seconds=4000).result()),
+        "ttl": message(lambda: client.save_state("two", ttl_seconds=5).result()),
         "sampler": message(lambda: client.save_weights_for_sampler("s").result()),
     }
     found["after_errors"] = train(client, 1)
+    return found | {"rest": rest(service, client, path)}
+
+
+def rest(service, client, path):
+    """Lists, times to live, what weights are of, a client made of a checkpoint, deletion."""
+    asked = service.create_rest_client()
+    short = client.save_state("short", ttl_seconds=4000).result().path
+    run = client.model_id
+
+    def listed():
+        kept = asked.list_checkpoints(run).result().checkpoints
+        return [[each.tinker_path, each.checkpoint_type, each.expires_at is None, each.size_bytes > 0] for each in kept]
+
+    found = {"short": short, "run": run, "listed": [listed()]}
+    asked.set_checkpoint_ttl_from_tinker_path(short, None).result()
+    found["listed"].append(listed())
+    weights = asked.get_weights_info_by_tinker_path(path).result()
+    found["info"] = [weights.base_model, weights.is_lora, weights.lora_rank, weights.train_unembed, weights.train_mlp]
+    made = service.create_training_client_from_state_with_optimizer(path).result()
+    found["made"] = flat(made.forward(data_of(99), "cross_entropy").result())
+    found["made_went_on"] = train(made, 1)
+    asked.delete_checkpoint_from_tinker_path(path).result()
+    found["listed"].append(listed())
+    one = asked.get_training_run(run).result()
+    found["last"] = [one.base_model, one.model_owner, one.lora_rank, one.last_checkpoint.tinker_path]
+    every = asked.list_training_runs(limit=2).result()
+    found["runs"] = [len(every.training_runs), every.cursor.total_count, every.training_runs[0].training_run_id]
+    page = asked.list_user_checkpoints(limit=1).result()
+    found["page"] = [[each.tinker_path for each in page.checkpoints], page.cursor.total_count]
+    found["made_model"] = made.model_id
+    found["errors"] = [
+        message(lambda: client.load_state(path).result()),
+        message(lambda: asked.delete_checkpoint_from_tinker_path(f"tinker://{run}/weights/none").result()),
+        message(lambda: asked.publish_checkpoint_from_tinker_path(short).result()),
+    ]
     return found
 
 
 def stranger(service):
     """Of a path that is another client's."""
     client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
-    return {"error": message(lambda: client.load_state(sys.argv[4]).result())}
+    path, asked = sys.argv[4], service.create_rest_client()
+    return {
+        "errors": [
+            message(lambda: client.load_state(path).result()),
+            message(lambda: asked.get_weights_info_by_tinker_path(path).result()),
+            message(lambda: asked.delete_checkpoint_from_tinker_path(path).result()),
+            message(lambda: asked.set_checkpoint_ttl_from_tinker_path(path, None).result()),
+            message(lambda: asked.list_checkpoints(path.split("/")[2]).result()),
+        ],
+        "checkpoints": len(asked.list_user_checkpoints().result().checkpoints),
+    }
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ async def life(service: Service, session: str) -> list[Any]:
         calls.append(await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
         [await service.result("a", call.number, 5) for call in calls]
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
-    calls += [await service.load_weights("a", body), await forward(service, "a", model, seq + 2)]
+    calls.append(await service.load_weights("a", body))
+    await service.delete_checkpoint("a", model, "s0")
+    calls += [await forward(service, "a", model, seq + each) for each in (2, 3, 4)]
     return [await service.result("a", call.number, 5) for call in calls]
 
 
@@ -115,8 +117,10 @@ def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(t
     expected, trainer = asyncio.run(attempt(tmp_path / "whole"))
     assert not any("error" in each for each in expected)
     want = without_session(expected, tmp_path / "whole")
+    [saved] = (tmp_path / "whole" / "checkpoints").iterdir()
+    assert {each.name for each in saved.iterdir()} == {"s1"}
     count = 0
-    for count in range(200):
+    for count in range(300):
         directory = tmp_path / str(count)
         with killed_at(count, monkeypatch):
             try:
@@ -129,7 +133,7 @@ def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(t
         assert without_session(found, directory) == want, f"killed at {count}"
         [one], [other] = trainer.models.values(), again.models.values()
         assert all(torch.equal(one[name], other[name]) for name in one), f"killed at {count}"
-    assert 40 < count < 199
+    assert 40 < count < 299
 
 
 def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path):
@@ -264,7 +268,81 @@ def test_settings_that_would_have_no_effect_are_refused(tmp_path, given, message
         model = await model_of(service, "a")
         with pytest.raises(UsageError, match=message):
             await service.optim_step("a", {"model_id": model, "seq_id": 1, **given})
-        with pytest.raises(UsageError, match="ttl_seconds, overwrite|overwrite, ttl_seconds"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 1, "ttl_seconds": 4000, "overwrite": True})
+        with pytest.raises(UsageError, match="overwrite is not supported"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 1, "overwrite": True})
+        with pytest.raises(UsageError, match="ttl_seconds is 5, expected an integer from 3600 to 315360000"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 1, "ttl_seconds": 5})
+
+    asyncio.run(case())
+
+
+async def save(service: Service, model: str, seq: int, name: str, **more: Any) -> None:
+    call = await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": name, **more})
+    assert "path" in (await service.result("a", call.number, 5) or {})
+
+
+def names(service: Service, model: str) -> list[str]:
+    return [each.name for each in service.saved(model)]
+
+
+def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays(tmp_path, monkeypatch):
+    async def case() -> None:
+        service, _ = make(tmp_path, checkpoints=3)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        await save(service, model, 1, "brief", ttl_seconds=3600)
+        await save(service, model, 2, "kept", ttl_seconds=3600)
+        await save(service, model, 3, "later")
+        await service.set_ttl("a", model, "kept", None)
+        await service.set_ttl("a", model, "later", 7200)
+        now = service_module.time.time()
+        monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
+        await service.expire()
+        assert set(names(service, model)) == {"kept", "later"}
+        body = {"model_id": model, "seq_id": 4, "path": f"tinker://{model}/weights/brief"}
+        with pytest.raises(Refused, match="there is no checkpoint"):
+            await service.load_weights("a", body)
+        await save(service, model, 4, "after")  # the deleted one does not count
+        running.cancel()
+        service.close()
+        service, _ = make(tmp_path)
+        assert set(names(service, model)) == {"kept", "later", "after"}
+        monkeypatch.setattr(service_module.time, "time", lambda: now + 7300)
+        await service.expire()
+        assert set(names(service, model)) == {"kept", "after"}
+        service.close()
+
+    asyncio.run(case())
+
+
+def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_one_after_is_refused(tmp_path):
+    async def case() -> None:
+        service, trainer = make(tmp_path, snapshot_every=1)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        await save(service, model, 1, "one")
+        running.cancel()
+        await asyncio.wait({running})
+        body = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/one"}
+        call = await service.load_weights("a", body)
+        await service.delete_checkpoint("a", model, "one")
+        await service.delete_checkpoint("a", model, "one")
+        assert await service.load_weights("a", body) == call  # a repetition
+        assert names(service, model) == []
+        with pytest.raises(Refused, match="there is no checkpoint"):
+            await service.load_weights("a", body | {"seq_id": 3})
+        with pytest.raises(Refused, match="there is no model"):
+            await service.delete_checkpoint("b", model, "one")
+        with pytest.raises(UsageError, match="a name is given once"):
+            await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "one"})
+        before = await forward(service, "a", model, 3)
+        running = asyncio.create_task(service.run())
+        assert (await service.result("a", call.number, 5) or {})["type"] == "load_weights"
+        assert await service.result("a", before.number, 5)
+        running.cancel()
+        await asyncio.wait({running})
+        assert not (tmp_path / "checkpoints" / model / "one").exists()
+        assert trainer.models
+        service.close()
 
     asyncio.run(case())
