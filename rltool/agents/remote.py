@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
@@ -31,6 +32,8 @@ PAUSE_SECONDS = 2.0
 """Before a gateway that did not answer is asked again."""
 LEAVE_SECONDS = 3.0
 """For the goodbye request; without it, silence has the same effect."""
+REPORT_SECONDS = 30.0
+"""Between two lines of a worker about what it has done."""
 CALL_SECONDS = 30.0
 """For one call of a worker, beside what a long poll takes."""
 
@@ -82,11 +85,29 @@ class AgentWorker:
         self._client, self._url, self._key, self._agents = client, url.rstrip("/"), key, agents
         self._name, self._log = name, log
         self._away = False
+        self.counts: Counter[str] = Counter()
+        """Episodes since the start: begun, ended, failed, unwanted (the run withdrew them)."""
 
     async def work(self, at_once: int) -> None:
         """at_once: episodes side by side. Raises what the gateway refuses (a wrong key), and UsageError of an agent
         that cannot be run; a gateway that is away is waited for."""
-        await all_of(self._one_after_another() for _ in range(at_once))
+        async with beside(self._report()):
+            await all_of(self._one_after_another() for _ in range(at_once))
+
+    async def _report(self) -> None:
+        said = Counter[str]()
+        while True:
+            await asyncio.sleep(REPORT_SECONDS)
+            if self.counts != said:
+                said = Counter(self.counts)
+                self._log(self.line())
+
+    def line(self) -> str:
+        """What it has done and does."""
+        ended, failed, unwanted = (self.counts[name] for name in ("ended", "failed", "unwanted"))
+        running = self.counts["begun"] - ended - failed - unwanted
+        more = f", {unwanted} not wanted any more" if unwanted else ""
+        return f"{ended} episodes ended, {failed} failed{more}, {running} running"
 
     async def _one_after_another(self) -> None:
         while True:
@@ -102,6 +123,7 @@ class AgentWorker:
                 continue
             self._away = False
             if taken is not None:
+                self.counts["begun"] += 1
                 await self._episode(taken["id"], self._as_seen_from_here(AgentTask(**taken["task"])))
 
     def _as_seen_from_here(self, task: AgentTask) -> AgentTask:
@@ -117,12 +139,16 @@ class AgentWorker:
             try:
                 while not (await asyncio.wait([running], timeout=ALIVE_SECONDS))[0]:
                     if not await self._tell(f"{episode}/alive", {}):
+                        self.counts["unwanted"] += 1
                         self._log(f"episode {episode} is not wanted any more")
                         return
                 try:
                     outcome: dict[str, Any] = {"reward": running.result()}
+                    self.counts["ended"] += 1
                 except AgentFailed as error:
                     outcome = {"failed": str(error)}
+                    self.counts["failed"] += 1
+                    self._log(f"episode {episode} (row {task.row.get('index')}) failed: {error}")
                 await self._tell(f"{episode}/outcome", outcome)
             except asyncio.CancelledError:
                 with contextlib.suppress(TimeoutError):

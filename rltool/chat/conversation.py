@@ -5,10 +5,11 @@ Each translator (apis/) makes one of these from its request; the chat template g
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -102,12 +103,33 @@ def same_message(recorded: Message, sent: Message) -> bool:
         return False
     if recorded.role != "assistant":
         return recorded.text == sent.text and recorded.name == sent.name
+    sent = _with_its_calls(sent) if recorded.tool_calls else sent
     return (
         sent.text.strip() in (recorded.text.strip(), (recorded.text + recorded.stop).strip())
         and sent.reasoning.strip() in ("", recorded.reasoning.strip())
         and [(call.name, call.arguments) for call in recorded.tool_calls]
         == [(call.name, call.arguments) for call in sent.tool_calls]
     )
+
+
+RETOLD = "Calling tools:\n"
+"""Behind it smolagents writes the calls of a reply as a Python list, and sends that as the assistant's text
+(memory.py, ActionStep.to_messages, 1.26)."""
+
+
+def _with_its_calls(sent: Message) -> Message:
+    """The same message with the calls that its text retells as calls."""
+    text, found, retold = sent.text.rpartition(RETOLD)
+    if sent.tool_calls or not found:
+        return sent
+    try:
+        calls = [
+            ToolCall(str(call["id"]), call["function"]["name"], dict(call["function"]["arguments"]))
+            for call in ast.literal_eval(retold.strip())
+        ]
+    except (ValueError, SyntaxError, LookupError, TypeError, RecursionError, MemoryError):
+        return sent
+    return replace(sent, text=text, tool_calls=tuple(calls))
 
 
 def starts_with(sent: Sequence[Message], recorded: Sequence[Message]) -> bool:

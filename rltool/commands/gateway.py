@@ -68,6 +68,12 @@ def gateway(
         float | None, typer.Option(help="Seconds without a turn that end a session (default: 3600).")
     ] = None,
     turn_timeout: Annotated[float | None, typer.Option(help="Seconds for one turn (default: 600).")] = None,
+    keep_sessions: Annotated[
+        float | None, typer.Option(help="Seconds that files of ended sessions are kept (default: 604800, a week).")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, typer.Option(help="How often a gateway that dies is started again (default: 5).")
+    ] = None,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds until it must serve (default: 120).")] = None,
 ) -> None:
     """Start a gateway: agents use OpenAI's or Anthropic's API, and it records each session's exact tokens."""
@@ -79,7 +85,7 @@ def gateway(
         "on_sampling": on_sampling, "max_sessions": max_sessions, "max_turns": max_turns,
         "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
         "max_body_bytes": max_body_bytes, "idle_timeout": idle_timeout, "turn_timeout": turn_timeout,
-        "ready_timeout": ready_timeout,
+        "keep_sessions": keep_sessions, "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip
     flags = {name: (f"--{name.replace('_', '-')}", value) for name, value in given.items()}
     config = load_config(GatewayConfig, flags=flags).config

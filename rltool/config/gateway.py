@@ -55,5 +55,10 @@ class GatewayConfig(Config):
     """Seconds without a turn after which a session is ended."""
     turn_timeout: float = Field(default=600.0, gt=0)
     """Seconds for one turn, over all engines that are tried."""
+    keep_sessions: float = Field(default=604_800.0, gt=0)
+    """Seconds that the file of a session is kept after its end; default: a week."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How often `rltool gateway` starts a gateway that died again, under its port; one that has lived for 10 minutes
+    since has all of them again."""
     ready_timeout: float = Field(default=120.0, gt=0)
     """Seconds until the gateway must serve."""

@@ -20,8 +20,10 @@ from rltool.processes.hosts import http_url
 from rltool.processes.keys import make_key, read_key
 from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
+from rltool.processes.relaunch import Relaunch
+from rltool.processes.restarts import RestartPolicy
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
-from rltool.processes.spawn import ProcessSpec
+from rltool.processes.spawn import ProcessSpec, RunningProcess
 from rltool.processes.supervise import ProcessGroup
 from rltool.processes.waiting import waiting
 
@@ -84,17 +86,33 @@ def start_gateway(
         # -P: it runs in the user's directory, whose modules it must not pick up.
         argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", own, "--parts", parts.model_dump_json())
         reserved.release()
-        process = group.start(ProcessSpec(role=ROLE, argv=argv, url=url))
-
-    async def serves() -> None:
-        try:
-            await asyncio.to_thread(send, url, HttpRequest("GET", "/health"), timeout=_CALL_SECONDS)
-        except EngineError as error:
-            raise NotReady(str(error)) from error
-
+        spec = ProcessSpec(role=ROLE, argv=argv, url=url)
+        process = group.start(spec)
     with waiting(f"starting the gateway (--ready-timeout = {config.ready_timeout:g} s)", report):
-        asyncio.run(wait_until_ready(process, serves, timeout=config.ready_timeout))
+        asyncio.run(wait_until_ready(process, lambda: _serves(url), timeout=config.ready_timeout))
+    relaunch = GatewayRelaunch(group, RestartPolicy(config.max_restarts))
+    relaunch.watch(process, spec)
+    group.restarts.append(relaunch)
     return url, parts
+
+
+class GatewayRelaunch(Relaunch[ProcessSpec]):
+    """`Restarts` of the gateway: its sessions lie on disk, and its port stays."""
+
+    vital = True
+
+    def start(self, process: RunningProcess) -> RunningProcess:
+        self.end(process)
+        started = self._group.start(self._launches[process.role], log=process.log)
+        self._budget.started(process.role)
+        return started
+
+
+async def _serves(url: str) -> None:
+    try:
+        await asyncio.to_thread(send, url, HttpRequest("GET", "/health"), timeout=_CALL_SECONDS)
+    except EngineError as error:
+        raise NotReady(str(error)) from error
 
 
 def _router_url(text: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -104,11 +106,19 @@ async def serve_until_terminated(config: GatewayConfig, parts: Parts) -> None:
             await serving
 
 
+def _leave_torch_out() -> None:
+    """transformers imports torch where it finds it: 340 MB, of which tokenizers use nothing."""
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # so `import torch` is an ImportError
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="rltool.gateway.main")
     parser.add_argument("--config", required=True, type=GatewayConfig.model_validate_json)
     parser.add_argument("--parts", required=True, type=Parts.model_validate_json)
     arguments = parser.parse_args()
+    if not arguments.parts.trust_remote_code:  # a tokenizer's own code may want it
+        _leave_torch_out()
     connections.allow_more()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     asyncio.run(serve_until_terminated(arguments.config, arguments.parts))

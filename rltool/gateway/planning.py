@@ -19,6 +19,7 @@ from rltool.gateway.trajectory import Turn
 
 EDITED = "the messages do not continue any recorded turn: the agent edited its history, or another one writes"
 REWRITTEN = "the chat template writes earlier turns differently now, as templates that drop reasoning do"
+AGAIN = "the messages of a recorded turn came once more, without its reply"
 ANOTHER = "another continuation of a turn that was continued already"
 AFTER_STOP = "the prompt goes on where the model had stopped: its stop token is not part of it"
 
@@ -84,7 +85,7 @@ def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
     base = session.continued_by(sent)
     if base is None:
         whole = renderer.prompt(sent)
-        reason = EDITED if session.turns else ""
+        reason = "" if not session.turns else AGAIN if session.was_asked(sent) else EDITED
         return Plan(array("i", whole.token_ids), None, 0, reason, whole.reasoning_open, sent.messages)
     recorded = base.history or ()
     new = sent.messages[len(recorded) :]

@@ -93,6 +93,10 @@ class Sessions:
         self._on_end(session.id)
         self.counts["ended"] += 1
 
+    def remove_ended(self, keep: float) -> int:
+        """Remove the files of sessions that ended that many seconds ago; how many. Safe in any thread."""
+        return self._store.remove_ended(self._clock() - keep)
+
     def expire(self) -> int:
         """End sessions unused for the idle time-out; how many. One that cannot be ended, such as one
         whose file is damaged, holds up no other: RltoolError names all such, at the end."""

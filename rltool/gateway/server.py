@@ -5,7 +5,7 @@ GET    /sessions/ID                            its record: tokens, masks, versio
 DELETE /sessions/ID                            ends it, and gives the record                the gateway's or its own
 GET    /status                                 counts                                       the gateway's
 GET    /health                                 200                                          none
-GET    /sessions/ID/v1/models                  the model's name                             the session's
+GET    /sessions/ID/v1/models                  the model's names and context length         the session's
 POST   /sessions/ID/v1/chat/completions, /completions, /responses, /messages                the session's
 POST   /sessions/ID/v1/messages/count_tokens   tokens of a prompt                           the session's
 POST   /sessions/ID/turns/TURN                 {"trained": false, "reward": 0.5}            the gateway's or its own
@@ -19,6 +19,7 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from aiohttp import web
 
@@ -46,6 +47,8 @@ SHUTDOWN_SECONDS = 5.0
 """For turns in progress, when the gateway is stopped."""
 EXPIRE_SECONDS = 30.0
 """How often idle sessions are looked for."""
+REMOVE_SECONDS = 600.0
+"""How often files of ended sessions are looked for that are not kept any longer."""
 MOST_METADATA = 64 * 1024
 """Characters, as JSON: each open session keeps its own in memory."""
 
@@ -87,6 +90,7 @@ class GatewayServer:
         app.router.add_post("/sessions/{id}/turns/{turn}", _in_form_of(ChatApi(), self._mark))
         for root in ("/sessions/{id}/v1", "/sessions/{id}/untrained/v1"):
             app.router.add_get(f"{root}/models", _in_form_of(ChatApi(), self._models))
+            app.router.add_get(f"{root}/models/{{name}}", _in_form_of(ChatApi(), self._model))
             app.router.add_post(f"{root}/messages/count_tokens", _in_form_of(AnthropicApi(), self._count_tokens))
             for path, api in APIS.items():
                 app.router.add_post(f"{root}{path}", _in_form_of(api, self._turn_handler(api)))
@@ -156,9 +160,26 @@ class GatewayServer:
     async def _models(self, request: web.Request) -> web.Response:
         session = self._sessions.find(request.match_info["id"])
         demand_key(session, _given_key(request))
-        model = self._turns.model
-        names = [{"id": n, "object": "model", "created": 0, "owned_by": "rltool"} for n in (model.name, *model.aliases)]
-        return web.json_response({"object": "list", "data": names})
+        names = list(map(self._described, (self._turns.model.name, *self._turns.model.aliases)))
+        ends = {"first_id": names[0]["id"], "last_id": names[-1]["id"], "has_more": False}
+        return web.json_response({"object": "list", "data": names, **ends})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        session = self._sessions.find(request.match_info["id"])
+        demand_key(session, _given_key(request))
+        name, model = request.match_info["name"], self._turns.model
+        if name not in (model.name, *model.aliases):
+            raise NotFound(f"there is no model {name[:64]!r} here", field="model", code="model_not_found")
+        return web.json_response(self._described(name))
+
+    def _described(self, name: str) -> dict[str, Any]:
+        """In OpenAI's form (and vLLM's max_model_len) and Anthropic's at once: clients of both ask here."""
+        length, most = self._turns.model.max_model_len, self._turns.sampling.max_tokens
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": "rltool", "max_model_len": length,
+            "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+            "max_input_tokens": length, "max_tokens": min(length, most),
+        }  # fmt: skip
 
     async def _mark(self, request: web.Request) -> web.Response:
         session = self._owned(request)
@@ -204,7 +225,11 @@ class GatewayServer:
             self._queue.drop_forgotten()
             self._sessions.expire()
 
+        async def remove() -> None:
+            await asyncio.to_thread(self._sessions.remove_ended, self._config.keep_sessions)
+
         self._background.repeat(expire, "idle sessions", seconds=EXPIRE_SECONDS)
+        self._background.repeat(remove, "files of ended sessions", seconds=REMOVE_SECONDS)
         yield
         await self._background.close()
 

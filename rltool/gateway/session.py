@@ -68,6 +68,15 @@ class Session:
             None,
         )
 
+    def was_asked(self, conversation: Conversation) -> bool:
+        """Whether a turn had just these messages."""
+        key, sent = conversation.tools_key, conversation.messages
+        return any(
+            turn.history and turn.tools_key == key and len(turn.history) == len(sent) + 1
+            and starts_with(sent, turn.history[:-1])
+            for turn in list(self.places.values())
+        )  # fmt: skip
+
     def continued_by_text(self, prompt: str) -> Turn | None:
         """As `continued_by`, for a prompt without a chat template."""
         turns = self._newest_longest(lambda turn: len(turn.raw or ""))

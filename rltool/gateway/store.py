@@ -10,6 +10,7 @@ What a killed gateway has written stays; a line that it was writing is cut off w
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -54,6 +55,16 @@ class SessionStore:
         return {
             name: file.stat().st_mtime for file, name in files if SESSION_ID.fullmatch(name) and not _has_ended(file)
         }
+
+    def remove_ended(self, before: float) -> int:
+        """Remove the files of sessions that ended before that time (seconds since the epoch); how many."""
+        removed = 0
+        for file in self.directory.glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # another gateway may have removed it
+                if SESSION_ID.fullmatch(file.stem) and file.stat().st_mtime < before and _has_ended(file):
+                    file.unlink()
+                    removed += 1
+        return removed
 
     def load(self, session_id: str) -> Session | None:
         """The session in its file, ended or not; None where there is none. RltoolError for a damaged file."""

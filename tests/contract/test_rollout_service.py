@@ -735,6 +735,7 @@ def test_samples_whose_reward_fails_are_dropped_and_counted(serve, settings, spe
         async with serve(config, spellers) as service:
             [rollout] = await train(service, 1)
             assert rollout.batch.num_samples == 12 and rollout.metrics["rollout/dropped_reward_failed"] == 4
+            assert any("4 of 16 samples failed" in line for line in service.take_events())
 
     asyncio.run(run())
 

@@ -401,6 +401,9 @@ class RolloutService:
     async def _to_rollout(self, collected: Collected, step: int, put: Put | None) -> Rollout:
         serving, stats = self.fleet.members(State.READY), self._scorer.take_stats()
         gpus = gpus_of(serving)
+        if stats.failed:  # the batch is whole all the same: others have taken their places
+            lost = collected.dropped["reward_failed"]
+            self._report(f"step {step}: {stats.describe()}; {lost} groups were lost whole and replaced by others")
         rollout, rates = await asyncio.gather(
             to_rollout(
                 self._config, collected, stats, step, self.tokenizer, gpus, trains=self._syncing is not None,

@@ -273,8 +273,14 @@ def test_errors_are_the_clients_own(gpt, claude, session, gateway):
         claude.with_options(api_key="wrong").messages.create(model="policy", max_tokens=9, messages=hi)
 
 
-def test_models_are_listed(gpt):
-    assert [model.id for model in gpt.models.list()] == ["policy"]
+def test_models_are_listed(gpt, claude):
+    """With the context's length, by which agents compact."""
+    [model] = gpt.models.list()
+    assert (model.id, model.max_model_len) == ("policy", 4096)
+    assert gpt.models.retrieve("policy") == model
+    with pytest.raises(openai.NotFoundError):
+        gpt.models.retrieve("gpt-5")
+    assert [(one.id, one.max_input_tokens) for one in claude.models.list()] == [("policy", 4096)]
 
 
 def test_the_runs_sampling_wins_and_says_so(engine, tokenizer_dir, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import psutil
 import pytest
 import requests
 
@@ -17,6 +18,7 @@ from rltool.processes.run_directory import open_run
 from rltool.processes.spawn import ProcessFailed
 from rltool.processes.supervise import ProcessGroup
 from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.supervised import Over, Supervised
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -53,6 +55,36 @@ def test_a_gateway_serves_is_seen_and_ends(run, engine, tokenizer_dir):
         os.kill(process.state.pid, signal.SIGTERM)
         assert process.wait(20) == 0
     assert len(list(run.sessions_dir.glob("*.jsonl"))) == 1
+
+
+def test_a_gateway_that_dies_is_started_again_at_its_port_with_its_sessions_and_is_small(run, engine, tokenizer_dir):
+    with ProcessGroup(run) as group:
+        url, parts = start_gateway(GatewayConfig(model=tokenizer_dir), plan_of(run, engine), group)
+        bearer = {"Authorization": f"Bearer {parts.key_file.read_text()}"}
+        session = requests.post(f"{url}/sessions", headers=bearer, timeout=30).json()
+        watched = Supervised(group)
+
+        def ask() -> int:
+            key = {"Authorization": f"Bearer {session['key']}"}
+            try:
+                return requests.post(
+                    f"{session['openai_base_url']}/chat/completions", json=HI, headers=key, timeout=30
+                ).status_code
+            except requests.ConnectionError:
+                return 0
+
+        def scenario():
+            assert ask() == 200
+            # torch, which transformers imports where it is there, is four fifths of what it was.
+            assert psutil.Process(watched.process("gateway").pid).memory_info().rss < 200 * 2**20
+            watched.kill_process("gateway")
+            yield lambda: bool(watched.said) and ask() == 200
+
+        with pytest.raises(Over):
+            watched.play(scenario)
+        assert any("is started again" in line for line in watched.said)
+        record = requests.get(f"{url}/sessions/{session['id']}", headers=bearer, timeout=30).json()
+        assert len(record["turns"]) == 2
 
 
 def test_a_model_without_a_tokenizer_here_is_refused_before_anything_starts(run, engine, tmp_path):

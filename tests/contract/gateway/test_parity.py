@@ -203,6 +203,13 @@ def test_an_edited_history_is_a_branch_that_says_so(gateway, session, engine, wo
     assert [ids for loss, ids in segments(record["trajectories"][0]) if loss] == answers[:2]
 
 
+def test_the_same_question_once_more_is_told_so(gateway, session):
+    for _ in range(2):
+        agent = Agent(gateway, session)
+        agent.ask(user("a"))
+    assert "once more" in agent.headers["x-rltool-branch"]
+
+
 def test_turns_side_by_side_are_trajectories_of_their_own(gateway, session, engine, words):
     engine.seconds = 0.2
     agent = Agent(gateway, session)

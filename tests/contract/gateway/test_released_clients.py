@@ -32,8 +32,7 @@ CLIENTS: dict[str, tuple[list[str], str, int]] = {
     "langgraph_anthropic": LOOP,
     "openai_agents_chat": LOOP,
     "openai_agents_responses": LOOP,
-    # It tells the model of its call in words of its own: another history, so another row.
-    "smolagents": ([CALL, called("final_answer", '{"answer": "It is 5."}')], ANSWER, 2),
+    "smolagents": ([CALL, called("final_answer", '{"answer": "It is 5."}')], ANSWER, 1),
     "dspy": (["[[ ## answer ## ]]\nIt is 5.\n\n[[ ## completed ## ]]"], ANSWER, 1),
     "mini_swe_agent": (
         # A reply without a call is thrown away: it does not count, and what it answered is asked again.

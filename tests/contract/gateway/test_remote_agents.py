@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -88,14 +88,16 @@ def task(prompt: str, *, deadline: float = 60.0) -> AgentTask:
     return AgentTask(f"{base}/v1", base, "k", "policy", {"prompt": prompt}, deadline, 5)
 
 
-def together(gateway: Gateway, agents: Any, what: Any, *, key: str = KEY) -> Any:
+def together(
+    gateway: Gateway, agents: Any, what: Any, *, key: str = KEY, log: Callable[[str], None] = lambda line: None
+) -> Any:
     """what(RemoteAgents) while a worker with these agents works."""
 
     async def go() -> Any:
         async with EngineClient() as client:
             trainer = RemoteAgents(lambda: GatewayClient(client, gateway.url, KEY, seconds=10.0))
             working = asyncio.ensure_future(
-                AgentWorker(client, gateway.url, key, agents, name="here", log=lambda line: None).work(2)
+                AgentWorker(client, gateway.url, key, agents, name="here", log=log).work(2)
             )
             try:
                 return await what(trainer, working)
@@ -113,13 +115,20 @@ async def outcome(trainer: RemoteAgents, given: AgentTask) -> Any:
         return str(error)
 
 
-def test_rewards_and_failures_come_back_and_urls_are_those_of_the_worker(gateway):
+def test_rewards_and_failures_come_back_are_said_and_urls_are_those_of_the_worker(gateway, monkeypatch):
     agents = Scripted()
 
-    async def what(trainer: RemoteAgents, _: Any) -> Any:
-        return await asyncio.gather(outcome(trainer, task("fine")), outcome(trainer, task("fails")))
+    said: list[str] = []
+    monkeypatch.setattr(remote, "REPORT_SECONDS", 0.02)
 
-    assert together(gateway, agents, what) == [[0.5, 0.25], "cannot find my tools"]
+    async def what(trainer: RemoteAgents, _: Any) -> Any:
+        found = await asyncio.gather(outcome(trainer, task("fine")), outcome(trainer, task("fails")))
+        while "1 episodes ended, 1 failed, 0 running" not in said:
+            await asyncio.sleep(0.01)
+        return found
+
+    assert together(gateway, agents, what, log=said.append) == [[0.5, 0.25], "cannot find my tools"]
+    assert any(line.endswith("failed: cannot find my tools") for line in said)
     assert {given.base_url for given in agents.tasks} == {f"{gateway.url}/sessions/abc/v1"}
     assert {given.anthropic_base_url for given in agents.tasks} == {f"{gateway.url}/sessions/abc"}
 

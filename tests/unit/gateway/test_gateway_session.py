@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from array import array
 from itertools import count
 
@@ -30,6 +31,10 @@ def said(text, **fields):
 
 def called(call_id, **arguments):
     return said("", tool_calls=(ToolCall(call_id, "f", arguments),))
+
+
+def retold(name, arguments):
+    return str([{"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}])
 
 
 def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None, stopped=True, **fields):
@@ -145,6 +150,11 @@ def test_the_longest_history_is_continued_and_of_equal_ones_the_newest():
         (called("1", a=1), called("2", a=1), True),
         (called("1", a=1), called("1", a=2), False),
         (called("1"), said(""), False),
+        (called("1", a=1), said("Calling tools:\n" + retold("f", {"a": 1})), True),  # as smolagents does
+        (called("1", a=1), said("Calling tools:\n" + retold("f", {"a": 2})), False),
+        (called("1", a=1), said("hm\nCalling tools:\n" + retold("f", {"a": 1})), False),
+        (called("1", a=1), said("Calling tools:\n[open('x')]"), False),
+        (said("b"), said("Calling tools:\n" + retold("f", {"a": 1})), False),
         (said("b"), user("b"), False),
     ],
 )  # fmt: skip
@@ -257,6 +267,21 @@ def test_keys_are_the_sessions_own_and_not_on_disk(tmp_path):
 def test_unknown_sessions_are_not_found(tmp_path, name):
     with pytest.raises(NotFound):
         sessions_of(tmp_path).find(name)
+
+
+def test_files_of_ended_sessions_are_removed_in_time_and_no_others(tmp_path):
+    (ended, _), (is_open, _), (later, _) = (sessions_of(tmp_path).create({}) for _ in range(3))
+    store = store_of(tmp_path)
+    written = store.path(is_open.id).stat().st_mtime
+    sessions = sessions_of(tmp_path, clock=lambda: written + 100)
+    for one in (ended, later):
+        sessions.end(sessions.find(one.id), "deleted")
+    os.utime(store.path(ended.id), (written - 50, written - 50))
+    os.utime(store.path(is_open.id), (written - 50, written - 50))
+    assert sessions.remove_ended(120) == 1
+    with pytest.raises(NotFound, match="there is no session"):
+        sessions.look(ended.id)
+    assert sessions.find(is_open.id) and sessions.look(later.id).ended
 
 
 def test_an_ended_session_says_so_and_keeps_its_record(tmp_path):
