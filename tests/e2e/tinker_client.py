@@ -162,8 +162,8 @@ def sampling(service):
             lambda: sampler.sample(every, 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result()
         ),
         "rank": message(lambda: service.create_lora_training_client("tiny", rank=16).result()),
-        "path": message(lambda: service.create_sampling_client(model_path=path.replace("sampler_", ""))),
-        "gone": message(lambda: service.create_sampling_client(model_path=path + "x")),
+        "path": message(lambda: sampled(service.create_sampling_client(model_path=path.replace("sampler_", "")))),
+        "gone": message(lambda: sampled(service.create_sampling_client(model_path=path + "x"))),
         "top_p": message(lambda: sampled(sampler, top_p=0.0)),
     }
     return found
@@ -188,7 +188,7 @@ def long_rounds(service):
 
 
 def stranger_sampler(service):
-    return {"error": message(lambda: service.create_sampling_client(model_path=sys.argv[4]))}
+    return {"error": message(lambda: sampled(service.create_sampling_client(model_path=sys.argv[4])))}
 
 
 if __name__ == "__main__":
