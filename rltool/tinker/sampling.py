@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -26,7 +27,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams, TokenScores
-from rltool.errors import EngineError, EngineRejected, UsageError
+from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
 from rltool.rollout.serving.data_plane import DataPlane
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.scores import Scores
@@ -153,7 +154,7 @@ class LoadedAdapters:
 
     def __init__(self, engines: EngineSet, *, slots: int, deadline: float, prefix: str) -> None:
         self._fleet, self._slots, self._prefix = engines.fleet, slots, prefix
-        self._named = NamedAdapters(engines.client, deadline=deadline)
+        self._named, self._deadline = NamedAdapters(engines.client, deadline=deadline), deadline
         self._held: dict[Path, _Held] = {}
         """The least lately used first."""
         self._loads = 0
@@ -172,14 +173,21 @@ class LoadedAdapters:
                 self._changed.notify_all()
 
     async def load(self, directory: Path, name: str) -> None:
-        """At engines that lack it. EngineError where none of them has it then."""
+        """At engines that lack it. EngineError where none of them has it then. One that has just died counts as ready
+        until it is probed: where none answers, they are asked again, until the deadline."""
+        last = time.monotonic() + self._deadline
+        while error := await self._load(directory, name):
+            if not isinstance(error, EngineUnreachable) or time.monotonic() > last:
+                raise error
+            await asyncio.sleep(RELOAD_SECONDS)
+
+    async def _load(self, directory: Path, name: str) -> EngineError | None:
         engines = [
             member.endpoint.model_copy(update={"boot_id": member.boot_id})
             for member in self._fleet.members(State.READY)
         ]
         failures = await self._named.publish(name, directory, engines)
-        if failures and not self._named.holders(name):
-            raise next(iter(failures.values()))
+        return next(iter(failures.values())) if failures and not self._named.holders(name) else None
 
     async def close(self) -> None:
         """Engines are left without them."""

@@ -105,6 +105,7 @@ def test_two_tenants_sample_beside_each_other_and_neither_from_the_others_weight
     assert "there is no model" in served.result("bob", "stranger_sampler", first["path"])["error"]
 
 
+@pytest.mark.long
 def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_goes_on(served):
     client = served.client("alice", "long_rounds")
     assert client.stderr is not None
