@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rltool.errors import EngineRejected, RltoolError, UsageError
+from rltool.processes.tasks import Background
 from rltool.tinker.sampling import SampleRequest, parse_sample
 from rltool.tinker.service import Refused
 from rltool.tinker.wire import SampleOutput, encode_samples
@@ -48,6 +49,7 @@ class Samples:
     def __init__(self, sampling: Sampling, *, vocab_size: int, most: int) -> None:
         self._sampling, self._vocab_size, self._most = sampling, vocab_size, most
         self._boot, self._count = secrets.token_hex(6), 0
+        self._tasks = Background()
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
         self._by_key: dict[tuple[str, str, int], str] = {}
         self.in_flight: Counter[str] = Counter()
@@ -71,7 +73,7 @@ class Samples:
         self._count += 1
         number = f"{SAMPLE}{self._boot}-{self._count}"
         self.in_flight[client] += 1
-        task = asyncio.create_task(self._sample(asked, adapter))
+        task = self._tasks.start(self._sample(asked, adapter), number, awaited=True)
         task.add_done_callback(lambda _: self.in_flight.subtract([client]))
         self._asked[number], self._by_key[key] = _Asked(client, key, digest, task), number
         self._forget()
@@ -97,10 +99,7 @@ class Samples:
             asked.task.cancel()
 
     async def close(self) -> None:
-        tasks = [asked.task for asked in self._asked.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._tasks.close()
 
     async def _sample(self, asked: SampleRequest, adapter: Path | None) -> dict[str, Any]:
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
+from rltool.processes.tasks import Background
 from rltool.tinker.calls import (
     adam_params,
     adapter_spec,
@@ -101,6 +102,7 @@ class Service:
         self._since_snapshot = 0
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
+        self._tasks = Background()
         self._recover()
 
     # -- accepting
@@ -328,7 +330,8 @@ class Service:
             call = queue.popleft()
             if queue:
                 self._waiting[client] = queue  # behind the others
-            carried_out = asyncio.ensure_future(asyncio.to_thread(self._carry_out, call))
+            work = asyncio.to_thread(self._carry_out, call)
+            carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
                 await asyncio.shield(carried_out)
             except asyncio.CancelledError:
