@@ -54,6 +54,9 @@ VERBS: dict[str, Verb] = {
         "rltool.commands.models:app", "List model families; of a checkpoint, whether it is supported, and its memory."
     ),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
+    "serve-trainer": Verb(
+        "rltool.commands.serve_trainer:serve_trainer", "Serve the trainer to loops of your own, in Tinker's API."
+    ),
     "eval": Verb("rltool.commands.evaluate:evaluate", "Evaluate engines that run, or a checkpoint; no trainer."),
     "debug": Verb(
         "rltool.commands.debug:app", "Only roll out (no trainer), only train (no engine), or compare weights."

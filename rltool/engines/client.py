@@ -422,23 +422,26 @@ class EngineClient:
         with making_sense_of(f"the checksums of {endpoint.url}"):
             return engine_dialect.parse_checksums(reply)
 
-    async def score(self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, timeout: float) -> tuple[float, ...]:
-        """Log-probabilities of all tokens but the first, each after those before it, at temperature 1."""
+    async def score(
+        self, endpoint: EngineEndpoint, token_ids: Sequence[int], *, timeout: float, adapter: str = ""
+    ) -> tuple[float, ...]:
+        """Log-probabilities of all tokens but the first, each after those before it, at temperature 1. adapter: as of
+        a GenerateRequest."""
         engine_dialect = _inspects(endpoint)
         reply = await self.request(
-            endpoint.url, engine_dialect.score(token_ids), key=endpoint.present_key(), timeout=timeout, retry=True,
-            limit=_score_bytes(token_ids, 0),
+            endpoint.url, engine_dialect.score(token_ids, adapter=adapter), key=endpoint.present_key(),
+            timeout=timeout, retry=True, limit=_score_bytes(token_ids, 0),
         )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):
             return engine_dialect.parse_score(token_ids, reply)
 
     async def score_topk(
-        self, endpoint: EngineEndpoint, token_ids: Sequence[int], topk: int, *, timeout: float
+        self, endpoint: EngineEndpoint, token_ids: Sequence[int], topk: int, *, timeout: float, adapter: str = ""
     ) -> TokenScores:
         """`score`, and the `topk` most probable tokens in the place of each."""
         engine_dialect = _inspects(endpoint)
         reply = await self.request(
-            endpoint.url, engine_dialect.score(token_ids, topk), key=endpoint.present_key(), timeout=timeout,
+            endpoint.url, engine_dialect.score(token_ids, topk, adapter), key=endpoint.present_key(), timeout=timeout,
             retry=True, limit=_score_bytes(token_ids, topk),
         )  # fmt: skip
         with making_sense_of(f"the scores of {endpoint.url}"):

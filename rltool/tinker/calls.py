@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,11 @@ ALPHA = 32.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PATH = re.compile(r"tinker://([^/]+)/weights/([^/]+)")
+_SAMPLER_PATH = re.compile(r"tinker://([^/]+)/sampler_weights/([^/]+)")
+_UNNAMED = ".unnamed-"
+"""Begins the names of weights for sampling that the client gave none; no client's name begins like this."""
+KEPT_UNNAMED = 8
+"""Of each model, the newest: clients reach them by their sampling clients alone."""
 
 
 def checkpoint_name(name: str) -> str:
@@ -29,6 +35,26 @@ def checkpoint_name(name: str) -> str:
 
 def checkpoint_path(model: str, name: str) -> str:
     return f"tinker://{model}/weights/{name}"
+
+
+def sampler_path(model: str, name: str) -> str:
+    return f"tinker://{model}/sampler_weights/{name}"
+
+
+def unnamed_sampler(seq: int) -> str:
+    """The name of weights for sampling that have none; in the order of seq."""
+    return f"{_UNNAMED}{seq:012d}"
+
+
+def parse_sampler_path(path: str) -> tuple[str, str]:
+    """Model and name."""
+    found = _SAMPLER_PATH.fullmatch(path)
+    if not found:
+        raise UsageError(
+            f"{path!r} is no path of weights for sampling, expected tinker://MODEL/sampler_weights/NAME, as "
+            "save_weights_for_sampler gives it"
+        )
+    return found[1], checkpoint_name(found[2])
 
 
 def parse_path(path: str) -> tuple[str, str]:
@@ -68,10 +94,10 @@ def adam_params(given: Mapping[str, Any]) -> AdamParams:
     return AdamParams(**{name: float(value) for name, value in given.items()})
 
 
-def perform(trainer: ServedTrainer, call: Call, checkpoints: Path) -> dict[str, Any]:
+def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Path) -> dict[str, Any]:
     """The result that the client gets. UsageError: the call is wrong, and nothing has changed.
 
-    checkpoints: a folder for each model. A checkpoint that is there was saved by this same call, before a restart:
+    checkpoints, samplers: with a folder for each model. What is there was saved by this same call, before a restart:
     names are given once.
     """
     body, model = call.body, call.model
@@ -92,6 +118,12 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path) -> dict[str, 
                 directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 trainer.save(model, directory, optimizer=True)
             return {"type": "save_weights", "path": checkpoint_path(model, body["name"])}
+        case "save_weights_for_sampler":
+            _export_for_sampling(trainer, model, samplers / model / body["name"])
+            saved: dict[str, Any] = {"type": "save_weights_for_sampler"}
+            if body.get("sampling_session"):
+                return saved | {"sampling_session_id": body["sampling_session"]}
+            return saved | {"path": sampler_path(model, body["name"])}
         case "load_weights":
             of_model, name = parse_path(body["path"])
             if body["create"]:
@@ -106,3 +138,10 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path) -> dict[str, 
         case _:
             raise AssertionError(call.kind)
 
+
+def _export_for_sampling(trainer: ServedTrainer, model: str, directory: Path) -> None:
+    if not directory.exists():
+        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        trainer.export_adapter(model, directory)
+    for old in sorted(directory.parent.glob(f"{_UNNAMED}*"))[:-KEPT_UNNAMED]:
+        shutil.rmtree(old, ignore_errors=True)

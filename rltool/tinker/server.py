@@ -21,6 +21,7 @@ from rltool.processes.keys import read_key
 from rltool.tinker import checkpoints
 from rltool.tinker.calls import checkpoint_name
 from rltool.tinker.journal import Call
+from rltool.tinker.samples import SAMPLE, Samples
 from rltool.tinker.service import Refused, Service
 from rltool.tinker.wire import decode_forward
 
@@ -53,16 +54,19 @@ def read_keys(directory: Path) -> dict[str, str]:
 
 
 class TinkerServer:
-    """keys: client -> key."""
+    """keys: client -> key. samples: None where there are no engines to sample with."""
 
-    def __init__(self, service: Service, keys: Mapping[str, str], *, poll_seconds: float = POLL_SECONDS) -> None:
-        self._service, self._keys, self._poll_seconds = service, dict(keys), poll_seconds
+    def __init__(
+        self, service: Service, keys: Mapping[str, str], *, samples: Samples | None = None,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:  # fmt: skip
+        self._service, self._keys, self._samples, self._poll_seconds = service, dict(keys), samples, poll_seconds
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._service.limits.body_bytes)
         posts: dict[str, Handler] = {
             "client/config": self._client_config,
-            "client/dynamic_config": _always({"sample_cancel_enabled": False}),
+            "client/dynamic_config": _always({"sample_cancel_enabled": self._samples is not None}),
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
             "telemetry": _always({"status": "accepted"}),
@@ -72,9 +76,18 @@ class TinkerServer:
             "save_weights": self._future(self._service.save_weights),
             "load_weights": self._future(self._service.load_weights),
         }
+        if self._samples is not None:
+            posts |= {
+                "save_weights_for_sampler": self._future(self._service.save_weights_for_sampler),
+                "create_sampling_session": self._create_sampling_session,
+                "asample": self._sample,
+                "cancel_future": self._cancel,
+            }
+            app.router.add_get(PREFIX + "samplers/{sampler}", self._sampler)
         for path, handler in posts.items():
             app.router.add_post(PREFIX + path, self._answering(handler))
         app.router.add_get(PREFIX + "healthz", self._health)
+        app.router.add_get("/health", self._health)
         app.router.add_get(PREFIX + "get_server_capabilities", self._answering(self._capabilities))
         app.router.add_post(PREFIX + "forward_backward", self._forward_backward)
         app.router.add_post(PREFIX + "retrieve_future", self._retrieve)
@@ -132,7 +145,8 @@ class TinkerServer:
         return {"type": "session_heartbeat"}
 
     async def _capabilities(self, client: str, body: Body) -> Body:
-        return {"supported_models": [{"model_name": self._service.base_model, "trainable": True, "sampleable": False}]}
+        able = {"trainable": True, "sampleable": self._samples is not None}
+        return {"supported_models": [{"model_name": self._service.base_model, **able}]}
 
     async def _get_info(self, client: str, body: Body) -> Body:
         model = self._service.demand_model(client, body.get("model_id"))
@@ -153,6 +167,30 @@ class TinkerServer:
 
         return await self._answer(request, accept, {})
 
+    async def _create_sampling_session(self, client: str, body: Body) -> Body:
+        name = await self._service.open_sampler(client, body)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def _sampler(self, request: web.Request) -> web.Response:
+        async def answer(client: str, body: Body) -> Body:
+            name = request.match_info["sampler"]
+            path = self._service.path_of(self._service.demand_sampler(client, name))
+            return {"sampler_id": name, "base_model": self._service.base_model, "model_path": path}
+
+        return await self._answer(request, answer, {})
+
+    async def _sample(self, client: str, body: Body) -> Body:
+        assert self._samples is not None, "else it has no route"
+        sampler = self._service.demand_sampler(client, body.get("sampling_session_id"))
+        number = self._samples.begin(client, body, self._service.adapter_of(sampler))
+        sequences = [f"{number}-{i}" for i in range(body.get("num_samples", 1))]
+        return {"request_id": number, "sample_sequence_ids": sequences}
+
+    async def _cancel(self, client: str, body: Body) -> Body:
+        assert self._samples is not None, "else it has no route"
+        self._samples.cancel(client, str(body.get("request_id")))
+        return {"type": "cancel_future"}
+
     def _future(self, accept: Callable[[str, Body], Awaitable[Call]]) -> Handler:
         async def handler(client: str, body: Body) -> Body:
             return _promise(await accept(client, body))
@@ -162,6 +200,11 @@ class TinkerServer:
     async def _retrieve(self, request: web.Request) -> web.Response:
         async def wait(client: str, body: Body) -> Body:
             number = body.get("request_id")
+            if self._samples is not None and isinstance(number, str) and number.startswith(SAMPLE):
+                result = await self._samples.result(client, number, self._poll_seconds)
+                if result is None:
+                    raise _TryAgain
+                return result
             if not isinstance(number, str) or not number.isdecimal():
                 raise Refused(404, f"there is no request {number!r}")
             result = await self._service.result(client, int(number), self._poll_seconds)

@@ -20,11 +20,22 @@ from typing import Any
 
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
-from rltool.tinker.calls import adam_params, adapter_spec, checkpoint_name, checkpoint_path, parse_path, perform
+from rltool.processes.tasks import Background
+from rltool.tinker.calls import (
+    adam_params,
+    adapter_spec,
+    checkpoint_name,
+    checkpoint_path,
+    parse_path,
+    parse_sampler_path,
+    perform,
+    sampler_path,
+    unnamed_sampler,
+)
 from rltool.tinker.journal import Call, Journal
 from rltool.training.served import ServedTrainer
 
-_OF_THE_BOOKS = ("session", "delete_checkpoint", "checkpoint_ttl")
+_OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl")
 """Calls that the trainer has no part in: they are done when they are accepted."""
 
 TTL_SECONDS = (3600, 315_360_000)
@@ -41,22 +52,28 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each client. in_flight: calls without a result; models; checkpoints: kept; body_bytes: of a request."""
+    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
+    kept; body_bytes: of a request; rank: of an adapter, None: any."""
 
     in_flight: int = 256
+    samples: int = 4096
     models: int = 16
     checkpoints: int = 100
     body_bytes: int = 64 * 2**20
+    rank: int | None = None
 
 
 @dataclass
 class _Model:
-    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too. ttl: seconds that a save asked
-    for. expires: set later, seconds of the clock, None for never."""
+    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; samplers: of its weights for
+    sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
+    these. ttl: seconds that a save asked for. expires: set later, seconds of the clock, None for never."""
 
     client: str
     lora: dict[str, Any] | None
     names: set[str]
+    samplers: set[str] = field(default_factory=set)
+    inflight: list[tuple[int, str]] = field(default_factory=list)
     deleted: set[str] = field(default_factory=set)
     ttl: dict[str, float] = field(default_factory=dict)
     expires: dict[str, float | None] = field(default_factory=dict)
@@ -73,6 +90,16 @@ class Saved:
     expires: float | None
 
 
+@dataclass(frozen=True)
+class Sampler:
+    """A sampling client's session. model: whose weights, "": the base model's; name: of the saved weights, None: of
+    those that were saved last for all (inflight)."""
+
+    client: str
+    model: str = ""
+    name: str | None = None
+
+
 class Service:
     """trainer: driven from one thread at a time. snapshot_every: so many calls, at most, are carried out again after a
     restart."""
@@ -85,6 +112,7 @@ class Service:
         self._journal = Journal(directory)
         self._models: dict[str, _Model] = {}
         self._sessions: dict[str, str] = {}
+        self._samplers: dict[str, Sampler] = {}
         self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
         """By client, who comes next first."""
@@ -97,6 +125,7 @@ class Service:
         self._started = time.time()
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
+        self._tasks = Background()
         self._recover()
 
     # -- accepting
@@ -125,7 +154,11 @@ class Service:
         model = self._new_name(client, body)
         if body.get("base_model") != self.base_model:
             raise UsageError(f"base_model is {body.get('base_model')!r}; this server trains {self.base_model!r}")
-        adapter_spec(body.get("lora_config"))
+        adapter = adapter_spec(body.get("lora_config"))
+        if adapter is not None and self.limits.rank is not None and adapter.rank > self.limits.rank:
+            raise UsageError(
+                f"lora_config.rank is {adapter.rank}; this server takes adapters up to rank {self.limits.rank}"
+            )
         kept = {"lora_config": body.get("lora_config")}
         return await self._accept(client, "create_model", model, f"create:{model}", kept)
 
@@ -151,6 +184,68 @@ class Service:
         if body.get("ttl_seconds") is not None:
             kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
         return await self.on_model(client, "save_weights", body.get("model_id"), seq, kept)
+
+    async def save_weights_for_sampler(self, client: str, body: dict[str, Any]) -> Call:
+        """Without a path: for the sampling client that the call makes."""
+        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind"})
+        model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
+        if self._models[model].lora is None:
+            raise UsageError(f"model {model!r} trains all weights; sampling is from adapters, or from the base model")
+        if kind not in (None, "snapshot", "inflight"):
+            raise UsageError(f"kind is {kind!r}, expected snapshot or inflight")
+        if body.get("path"):
+            kept: dict[str, Any] = {"name": checkpoint_name(body["path"])}
+        else:
+            session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
+            kept = {"name": unnamed_sampler(_integer(seq, "seq_id")), "sampling_session": session}
+            kept |= {"inflight": kind == "inflight"}
+        return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
+
+    async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
+        """A session for sampling from saved weights, or from the base model."""
+        _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
+        session = self.demand_session(client, body.get("session_id"))
+        name = _sampling_session(session, body.get("sampling_session_seq_id"))
+        if body.get("base_model") not in (None, self.base_model):
+            raise UsageError(f"base_model is {body['base_model']!r}; this server serves {self.base_model!r}")
+        kept: dict[str, Any] = {"model": "", "name": None}
+        if body.get("model_path"):
+            model, saved = parse_sampler_path(str(body["model_path"]))
+            self.demand_model(client, model)
+            if not self._sampler_directory(model, saved).exists():
+                raise Refused(404, f"there are no weights {body['model_path']!r}, or their save has not ended")
+            kept = {"model": model, "name": saved}
+        await self._accept(client, "sampling_session", name, name, kept)
+        return name
+
+    def demand_sampler(self, client: str, session: object) -> Sampler:
+        """Of another client's as of none: 404."""
+        found = self._samplers.get(session) if isinstance(session, str) else None
+        if found is None or found.client != client:
+            raise Refused(404, f"there is no sampling session {session!r}")
+        return found
+
+    def path_of(self, sampler: Sampler) -> str | None:
+        """tinker:// path of weights that have a name; None: the base model, or weights of one sampling client."""
+        named = sampler.name is not None and not sampler.name.startswith(".")
+        return sampler_path(sampler.model, sampler.name or "") if named else None
+
+    def adapter_of(self, sampler: Sampler) -> Path | None:
+        """Where the adapter is that a request is sampled with now; None: the base model alone."""
+        if not sampler.model:
+            return None
+        name = sampler.name
+        if name is None:
+            results = self._journal.results
+            saved = [each for number, each in self._models[sampler.model].inflight if number in results]
+            name = saved[-1] if saved else ""
+        directory = self._sampler_directory(sampler.model, name)
+        if not name or not directory.exists():
+            raise Refused(404, "these weights are kept no more: of those without a name the newest are; save again")
+        return directory
+
+    def _sampler_directory(self, model: str, name: str) -> Path:
+        return self._directory / "samplers" / model / name
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
@@ -240,9 +335,7 @@ class Service:
                 self._deletions.remove(deletion)
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
-        seq = body.get("model_seq_id")
-        if isinstance(seq, bool) or not isinstance(seq, int):
-            raise UsageError(f"model_seq_id is {seq!r}, expected an integer")
+        seq = _integer(body.get("model_seq_id"), "model_seq_id")
         return f"{self.demand_session(client, body.get('session_id'))}:train:{seq}"
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
@@ -274,10 +367,12 @@ class Service:
         own = [each for each in self._models.values() if each.client == client]
         if model not in self._models and len(own) >= self.limits.models:
             raise UsageError(f"there are {len(own)} models, the most that a client may have")
-        if kind == "save_weights":
-            if body["name"] in self._models[model].names:
-                raise UsageError(f"{checkpoint_path(model, body['name'])} is there already; a name is given once")
-            if sum(len(each.names - each.deleted) for each in own) >= self.limits.checkpoints:
+        if kind in ("save_weights", "save_weights_for_sampler") and not body.get("sampling_session"):
+            name, trained = body["name"], kind == "save_weights"
+            if name in (self._models[model].names if trained else self._models[model].samplers):
+                path = checkpoint_path(model, name) if trained else sampler_path(model, name)
+                raise UsageError(f"{path} is there already; a name is given once")
+            if sum(len(each.names - each.deleted) + len(each.samplers) for each in own) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
@@ -285,6 +380,9 @@ class Service:
         self._by_key[call.client, call.key] = call
         if call.kind == "session":
             self._sessions[call.model] = call.client
+            return
+        if call.kind == "sampling_session":
+            self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
             return
         if call.kind == "delete_checkpoint":
             self._models[call.model].deleted.add(call.body["name"])
@@ -299,8 +397,20 @@ class Service:
             self._models[call.model].names.add(call.body["name"])
             if "ttl_seconds" in call.body:
                 self._models[call.model].ttl[call.body["name"]] = call.body["ttl_seconds"]
+        if call.kind == "save_weights_for_sampler":
+            self._enter_sampler(call)
         if call.number > self._done.get(call.model, -1):
             self._waiting.setdefault(call.client, deque()).append(call)
+
+    def _enter_sampler(self, call: Call) -> None:
+        model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
+        if session is None:
+            model.samplers.add(name)
+        elif call.body["inflight"]:
+            model.inflight.append((call.number, name))
+            self._samplers[session] = Sampler(call.client, call.model)
+        else:
+            self._samplers[session] = Sampler(call.client, call.model, name)
 
     # -- results
 
@@ -330,13 +440,19 @@ class Service:
             call = queue.popleft()
             if queue:
                 self._waiting[client] = queue  # behind the others
-            await asyncio.to_thread(self._carry_out, call)
+            work = asyncio.to_thread(self._carry_out, call)
+            carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
+            try:
+                await asyncio.shield(carried_out)
+            except asyncio.CancelledError:
+                await carried_out  # its thread goes on, and writes into the journal that is closed next
+                raise
             async with self._news:
                 self._news.notify_all()
 
     def _carry_out(self, call: Call) -> None:
         try:
-            result = perform(self._trainer, call, self._directory / "checkpoints")
+            result = perform(self._trainer, call, self._directory / "checkpoints", self._directory / "samplers")
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
         self._done[call.model] = call.number
@@ -395,3 +511,13 @@ def _uses(call: Call, model: str, name: str) -> bool:
     if call.kind == "load_weights":
         return call.body["path"] == checkpoint_path(model, name)
     return call.kind == "save_weights" and call.model == model and call.body["name"] == name
+
+
+def _integer(value: object, what: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UsageError(f"{what} is {value!r}, expected an integer")
+    return value
+
+
+def _sampling_session(session: str, seq: object) -> str:
+    return f"{session}:sample:{_integer(seq, 'sampling_session_seq_id')}"

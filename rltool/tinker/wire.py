@@ -1,4 +1,4 @@
-"""forward_backward in protobuf: what a request says, and its result. Pure.
+"""forward_backward and samples in protobuf: what a request says, and results. Pure.
 
 The messages are those of tinker_public.proto in the client (tinker 0.38), as far as they are read or written here.
 """
@@ -35,6 +35,12 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
     "ArrayRecord": ("string type_tag 1", "repeated Field fields 2", "int32 num_datums 3"),
     "Field": ("string key 1", "BatchedTensor value 2"),
     "BatchedTensor": ("bytes data 1", "bytes offsets 2", "int32 dtype 3"),
+    "SampleResponse": (
+        "repeated SampledSequence sequences 1", "bytes prompt_logprobs 2", "TopkLogprobs topk_prompt_logprobs 3",
+        "int32 prompt_cache_hit_tokens 4",
+    ),
+    "SampledSequence": ("int32 stop_reason 1", "bytes tokens 2", "bytes logprobs 3", "TopkLogprobs topk_logprobs 4"),
+    "TopkLogprobs": ("bytes token_ids 1", "bytes logprobs 2", "int32 k 3", "int32 length 4"),
 }  # fmt: skip
 """Message -> its fields: type, name, number. A map is written as its entries, which are the same bytes."""
 
@@ -44,6 +50,9 @@ _FLOAT32, _INT64 = 1, 2
 _DTYPES = {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 """Of the client's enum DType."""
 _TARGETS = "target_tokens"
+_STOP_REASONS = {"stop": 0, "length": 1}
+_NO_TOKEN, _NO_LOGPROB = 0, -99999.0
+"""What the client takes for "there is none" in a table of the most probable tokens."""
 
 
 def _classes() -> dict[str, Any]:
@@ -133,3 +142,55 @@ def encode_output(output: StepOutput) -> bytes:
     message.metrics.add(key="loss:sum", value=output.metrics["loss_sum"])
     message.metrics.add(key="num_tokens:sum", value=output.metrics["num_tokens"])
     return message.SerializeToString()
+
+
+@dataclass(frozen=True)
+class Topk:
+    """Of the most probable tokens in each of n places, the most probable first. ids: [n, k] int; logprobs: [n, k]; -1
+    and -inf where there is none."""
+
+    ids: Values
+    logprobs: Values
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """stop_reason: stop or length."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    stop_reason: str
+    topk: Topk | None = None
+
+
+@dataclass(frozen=True)
+class SampleOutput:
+    """prompt_logprobs: [prompt tokens], NaN where it was not asked for, as of the first; None: of none."""
+
+    sequences: tuple[SampledTokens, ...]
+    prompt_logprobs: Values | None = None
+    prompt_topk: Topk | None = None
+    cached_tokens: int = 0
+
+
+def encode_samples(output: SampleOutput) -> bytes:
+    """A SampleResponse."""
+    message = _CLASSES["SampleResponse"](prompt_cache_hit_tokens=output.cached_tokens)
+    for each in output.sequences:
+        sequence = message.sequences.add(stop_reason=_STOP_REASONS[each.stop_reason])
+        sequence.tokens = np.asarray(each.tokens, "<i4").tobytes()
+        sequence.logprobs = np.asarray(each.logprobs, "<f4").tobytes()
+        if each.topk is not None:
+            _put_topk(sequence.topk_logprobs, each.topk)
+    if output.prompt_logprobs is not None:
+        message.prompt_logprobs = output.prompt_logprobs.astype("<f4").tobytes()
+    if output.prompt_topk is not None:
+        _put_topk(message.topk_prompt_logprobs, output.prompt_topk)
+    return message.SerializeToString()
+
+
+def _put_topk(message: Any, topk: Topk) -> None:
+    there = topk.ids >= 0
+    message.length, message.k = topk.ids.shape
+    message.token_ids = np.where(there, topk.ids, _NO_TOKEN).astype("<i4").tobytes()
+    message.logprobs = np.where(there, topk.logprobs, _NO_LOGPROB).astype("<f4").tobytes()

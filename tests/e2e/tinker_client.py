@@ -10,7 +10,7 @@ import numpy as np
 import tinker
 from tinker import types
 
-VOCAB = 131
+VOCAB = 120
 
 
 def data_of(seed, policy=False, sizes=(5, 9)):
@@ -138,6 +138,102 @@ def stranger(service):
         ],
         "checkpoints": len(asked.list_user_checkpoints().result().checkpoints),
     }
+
+
+def ids(*tokens):
+    return types.ModelInput.from_ints(list(tokens))
+
+
+PROMPT = (5, 17, 40, 3)
+
+
+def sampled(sampler, prompt=PROMPT, n=1, *, max_tokens=8, **given):
+    params = types.SamplingParams(max_tokens=max_tokens, **given)
+    return sampler.sample(ids(*prompt), n, params).result()
+
+
+def scored(client, prompt, tokens):
+    """The trainer's log-probabilities of tokens behind a prompt."""
+    every = [*prompt, *tokens]
+    weights = np.array([0.0] * (len(prompt) - 1) + [1.0] * len(tokens), np.float32)
+    inputs = {"target_tokens": np.array(every[1:]), "weights": weights}
+    tensors = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
+    datum = types.Datum(model_input=ids(*every[:-1]), loss_fn_inputs=tensors)
+    output = client.forward([datum], "cross_entropy").result()
+    return [float(each) for each in output.loss_fn_outputs[0]["logprobs"].to_numpy()[len(prompt) - 1 :]]
+
+
+def both(sampler, client):
+    """Log-probabilities of one sample, by the engine and by the trainer."""
+    [sequence] = sampled(sampler, seed=3).sequences
+    return {"sampled": sequence.logprobs, "trainer": scored(client, PROMPT, sequence.tokens)}
+
+
+def sampling(service):
+    client = service.create_lora_training_client("tiny", rank=8, seed=1).result()
+    base = service.create_sampling_client(base_model="tiny")
+    found = {"base": both(base, client)}
+    train(client, 3, ("cross_entropy", "importance_sampling", "ppo"))
+    sampler = client.save_weights_and_get_sampling_client()
+    found["trained"] = both(sampler, client)
+    path = client.save_weights_for_sampler("one").result().path
+    saved = service.create_sampling_client(model_path=path)
+    found["saved"] = both(saved, client)
+    tokens = [5, 17, 40, 3, 90, 61]
+    found["scored"] = {
+        "sampled": sampler.compute_logprobs(ids(*tokens)).result()[1:],
+        "trainer": scored(client, tokens[:1], tokens[1:]),
+    }
+    found["last_n"] = sampler.compute_logprobs(ids(*tokens), prompt_logprobs_last_n=2).result()
+    found["n"] = len(sampled(sampler, n=3).sequences)
+    found["seeded"] = [list(sampled(sampler, seed=seed).sequences[0].tokens) for seed in (1, 1, 2)]
+    [greedy] = sampled(sampler, temperature=0.0, max_tokens=4).sequences
+    [stopped] = sampled(sampler, temperature=0.0, max_tokens=4, stop=[greedy.tokens[0]]).sequences
+    found["stopped"], found["length"] = [stopped.stop_reason, len(stopped.tokens)], greedy.stop_reason
+    params = types.SamplingParams(max_tokens=1, temperature=0.0)
+    every = ids(*PROMPT, *greedy.tokens)
+    table = sampler.sample(every, 1, params, include_prompt_logprobs=True, topk_prompt_logprobs=3).result()
+    found["topk"] = table.topk_prompt_logprobs[1:]
+    found["greedy"] = list(greedy.tokens)
+    found["topk_of_greedy"] = [row[0][0] for row in table.topk_prompt_logprobs[len(PROMPT) :]]
+    before = list(sampled(sampler, temperature=0.0).sequences[0].tokens)
+    for _ in range(3):  # more than the engine has places
+        train(client, 1)
+        sampled(client.save_weights_and_get_sampling_client())
+    found["old_and_new"] = [before, list(sampled(sampler, temperature=0.0).sequences[0].tokens)]
+    found["errors"] = {
+        "long": message(lambda: sampled(sampler, max_tokens=200)),
+        "alternatives": message(
+            lambda: sampler.sample(every, 1, types.SamplingParams(max_tokens=1), prompt_alt_tokens_k=2).result()
+        ),
+        "rank": message(lambda: service.create_lora_training_client("tiny", rank=16).result()),
+        "path": message(lambda: sampled(service.create_sampling_client(model_path=path.replace("sampler_", "")))),
+        "gone": message(lambda: sampled(service.create_sampling_client(model_path=path + "x"))),
+        "top_p": message(lambda: sampled(sampler, top_p=0.0)),
+    }
+    return found
+
+
+def rounds(service, count=3):
+    """Of training and sampling: what was sampled, with its log-probabilities to five digits."""
+    client = service.create_lora_training_client("tiny", rank=4, seed=int(sys.argv[4])).result()
+    found = []
+    for i in range(count):
+        train(client, 1)
+        [sequence] = sampled(client.save_weights_and_get_sampling_client(), seed=i).sequences
+        found.append([list(sequence.tokens), [round(float(each), 5) for each in sequence.logprobs]])
+        print(f"round {i}", file=sys.stderr, flush=True)
+    path = client.save_weights_for_sampler("last").result().path
+    return {"rounds": found, "path": path}
+
+
+def long_rounds(service):
+    sys.argv[4:] = ["5"]
+    return {"rounds": [tokens for tokens, _ in rounds(service, 8)["rounds"]]}
+
+
+def stranger_sampler(service):
+    return {"error": message(lambda: sampled(service.create_sampling_client(model_path=sys.argv[4])))}
 
 
 if __name__ == "__main__":

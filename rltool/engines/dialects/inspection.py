@@ -42,9 +42,10 @@ class VllmInspection(VllmClassification, Inspects):
     def layout(self, info: EngineInfo, ranks: int, fallback_dtype: str) -> ParameterLayout | str:
         return ParameterLayout(info.dtype or fallback_dtype, ranks)
 
-    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
+    def score(self, token_ids: Sequence[int], topk: int = 0, adapter: str = "") -> HttpRequest:
         parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": topk, "detokenize": False}
-        return HttpRequest("POST", sglang_api.VLLM_PATH, {"token_ids": list(token_ids), "sampling_params": parameters})
+        body = {"token_ids": list(token_ids), "sampling_params": parameters} | ({"model": adapter} if adapter else {})
+        return HttpRequest("POST", sglang_api.VLLM_PATH, body)
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         entries = json_list(json_object(reply).get("prompt_logprobs"))
@@ -95,14 +96,15 @@ class SglangInspection(SglangClassification, Inspects):
             return f"checksums were not compared: {who} on a CPU may have packed matrices in {dtype} for AMX"
         return ParameterLayout(dtype, ranks, "sha256_64" if info.device == "cpu" else "sglang_cuda")
 
-    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
+    def score(self, token_ids: Sequence[int], topk: int = 0, adapter: str = "") -> HttpRequest:
         body = {
             "input_ids": list(token_ids),
             "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        return HttpRequest("POST", "/generate", body | ({"top_logprobs_num": topk} if topk else {}))
+        body |= {"top_logprobs_num": topk} if topk else {}
+        return HttpRequest("POST", "/generate", body | ({"lora_path": adapter} if adapter else {}))
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:
         entries = reply["meta_info"].get("input_token_logprobs") or ()

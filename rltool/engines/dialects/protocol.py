@@ -231,9 +231,10 @@ class Inspects(Protocol):
         """
         ...
 
-    def score(self, token_ids: Sequence[int], topk: int = 0) -> HttpRequest:
+    def score(self, token_ids: Sequence[int], topk: int = 0, adapter: str = "") -> HttpRequest:
         """Ask for the log-probabilities of given tokens, each after those before it. The reply goes to parse_score.
-        topk: also of the topk most probable tokens at each place; then the reply goes to parse_topk."""
+        topk: also of the topk most probable tokens at each place; then the reply goes to parse_topk. adapter: as of a
+        GenerateRequest."""
         ...
 
     def parse_score(self, token_ids: Sequence[int], reply: Any) -> tuple[float, ...]:

@@ -40,17 +40,20 @@ class Scores:
         self._slots, self._deadline = asyncio.Semaphore(at_once), deadline
         self._in_flight: Counter[str] = Counter()
 
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Of all tokens but the first, each after those before it, at temperature 1, in nats. Errors of `_answer`."""
+    async def score(self, token_ids: Sequence[int], adapter: str = "") -> tuple[float, ...]:
+        """Of all tokens but the first, each after those before it, at temperature 1, in nats. adapter: as of a
+        GenerateRequest. Errors of `_answer`."""
         return await self._answer(
-            lambda engine: self._client.score(engine, token_ids, timeout=self._deadline),
+            lambda engine: self._client.score(engine, token_ids, timeout=self._deadline, adapter=adapter),
             f"scoring {len(token_ids)} tokens",
         )
 
-    async def score_topk(self, token_ids: Sequence[int], topk: int) -> TokenScores:
+    async def score_topk(self, token_ids: Sequence[int], topk: int, adapter: str = "") -> TokenScores:
         """`score`, and the `topk` most probable tokens in the place of each."""
         return await self._answer(
-            lambda engine: self._client.score_topk(engine, token_ids, topk, timeout=self._deadline),
+            lambda engine: self._client.score_topk(
+                engine, token_ids, topk, timeout=self._deadline, adapter=adapter
+            ),
             f"scoring {len(token_ids)} tokens",
         )
 

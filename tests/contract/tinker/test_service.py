@@ -192,9 +192,9 @@ def test_clients_take_turns_and_each_models_calls_keep_their_order(tmp_path, mon
     order: list[tuple[str, int]] = []
     original = service_module.perform
 
-    def noted(trainer: Any, call: Any, checkpoints: Any) -> Any:
+    def noted(trainer: Any, call: Any, checkpoints: Any, samplers: Any) -> Any:
         order.append((call.client, call.number))
-        return original(trainer, call, checkpoints)
+        return original(trainer, call, checkpoints, samplers)
 
     monkeypatch.setattr(service_module, "perform", noted)
 

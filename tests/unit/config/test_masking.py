@@ -189,5 +189,6 @@ def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
         "agents/verifiers_env.py", "rollout/measure/eval_set.py",  # rows, and what an evaluation set lays over a run
         "engines/run_client.py", "engines/endpoints.py", "gateway/fleet.py",  # addresses, with paths of key files
         "megatron/served.py", "training/served.py",  # rank, alpha and targets of an adapter
+        "tinker/launch.py",  # to a file of mode 600
         "engines/plugin/arrays.py", "processes/state.py", "commands/doctor.py", "commands/status.py",  # no settings
     }  # fmt: skip

@@ -1,0 +1,39 @@
+"""Configuration of `rltool serve-trainer` beside that of its trainer (config/train.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field
+
+from rltool.config.base import Config
+
+
+class ServeTrainerConfig(Config):
+    host: str = "127.0.0.1"
+    """Address to listen on; clients on other hosts need another one than loopback."""
+    port: int = Field(default=8300, ge=0, le=65535)
+    """0 picks a free port."""
+    served_name: str | None = None
+    """What clients name as the base model; default: MODEL as it was given, a directory as an absolute path."""
+    keys: Path | None = None
+    """Directory with a file for each client: its name, mode 600, and in it the client's key, which begins with "tml-".
+    Default: state/clients of the run, which is made with one for a client `default`."""
+    lora_rank: int = Field(default=32, ge=1)
+    """The largest rank that a client may ask for."""
+    max_in_flight: int = Field(default=256, ge=1)
+    """Calls of one client that wait for the trainer."""
+    max_samples: int = Field(default=4096, ge=1)
+    """Sampling requests of one client that are in flight."""
+    max_models: int = Field(default=16, ge=1)
+    """Of one client."""
+    max_checkpoints: int = Field(default=100, ge=1)
+    """Of one client."""
+    max_body_bytes: int = Field(default=64 * 2**20, ge=1024)
+    """Of one request."""
+    snapshot_every: int = Field(default=100, ge=1)
+    """So many calls, at most, are carried out again after a restart."""
+    max_restarts: int = Field(default=5, ge=0)
+    """How often the server is started again when it dies, or one of its ranks."""
+    ready_timeout: float = Field(default=900.0, gt=0)
+    """Seconds until it must serve, Ray and the model's loading with it."""

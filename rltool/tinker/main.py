@@ -1,0 +1,152 @@
+"""`python -m rltool.tinker.main`: the process of `rltool serve-trainer`: trainer ranks, engines, the API. Its own
+settings are JSON in argv; the run's and the keys are in files."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+
+import numpy as np
+
+from rltool.config.serve_trainer import ServeTrainerConfig
+from rltool.config.train import TrainConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.types import EngineInfo
+from rltool.errors import EngineError, RltoolError, UsageError
+from rltool.models.registry import family_for, read_hf_config
+from rltool.processes.marks import marking
+from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_lock import RunLock
+from rltool.processes.state import read_state, state_of_this_process
+from rltool.processes.stop_run import end_left_behind
+from rltool.terminal import write_line
+from rltool.tinker.launch import ROLE, Parts, probed
+from rltool.tinker.samples import Samples
+from rltool.tinker.sampling import Samplers
+from rltool.tinker.server import TinkerServer, read_keys, serve
+from rltool.tinker.service import Limits, Service
+from rltool.training.cluster.resources import plan_resources
+from rltool.training.prepare import trainer_device
+from rltool.training.served import AdapterSpec, Datum, ServedTrainer
+from rltool.training.served_session import served_trainer
+from rltool.training.stopping import StopRequested, StopSignal
+from rltool.weights.verify.tolerances import check_tolerance
+
+CHECK_TOKENS = 64
+"""Of the text that trainer and engines score before the first call."""
+CHECKED = "the base model"
+
+
+def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) -> None:
+    """Until SIGTERM; raises what ended the trainer."""
+    run = RunDirectory(parts.run)
+    state = read_state(run, ROLE) or state_of_this_process(ROLE, argv=sys.argv)
+    with StopSignal(write_line).installed() as stop, RunLock(run) as lock:
+        stop.consequence = "the trainer ends; what was acknowledged is on the disk"
+        lock.take()
+        device = trainer_device(config)
+        engines = probed(config) if config.engines.external else None
+        others = [] if engines is None else list(engines.endpoints.engines)
+        resources = plan_resources(config, run, device, generates=False, engines=others)
+        logs = state.log.parent if state.log is not None else None
+        with marking(run, state):
+            end_left_behind(run, report=write_line)
+            with served_trainer(config, logs, gpus=resources.gpus, while_waiting=stop.raise_if_requested) as trainer:
+                found = {} if engines is None else {e: engines.infos[e.url] for e in engines.endpoints.engines}
+                asyncio.run(_serve(trainer, config, serving, parts, found))
+
+
+async def _serve(
+    trainer: ServedTrainer, config: TrainConfig, serving: ServeTrainerConfig, parts: Parts,
+    engines: Mapping[EngineEndpoint, EngineInfo],
+) -> None:  # fmt: skip
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    assert task is not None, "asyncio.run made it"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, task.cancel)
+    deadlines = config.deadlines
+    vocab_size = family_for(read_hf_config(config.model.path), config.model.family).vocab_size
+    limits = Limits(
+        in_flight=serving.max_in_flight, samples=serving.max_samples, models=serving.max_models,
+        checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
+    )  # fmt: skip
+    async with AsyncExitStack() as stack:
+        samples = None
+        if engines:
+            client = await stack.enter_async_context(EngineClient(run=RunDirectory(parts.run).run_id))
+            samplers = Samplers(
+                engines, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=write_line
+            )
+            samplers.start()
+            stack.push_async_callback(samplers.close)
+            await _check_base(trainer, config, client, engines, vocab_size)
+            samples = Samples(samplers, vocab_size=vocab_size, most=limits.samples)
+            stack.push_async_callback(samples.close)
+        service = await asyncio.to_thread(
+            Service, parts.run / "served", trainer, parts.served_name, limits=limits,
+            snapshot_every=serving.snapshot_every,
+        )  # fmt: skip
+        server = TinkerServer(service, read_keys(parts.keys), samples=samples)
+        write_line(f"serving on {serving.host}:{serving.port}")
+        await serve(server, service, serving.host, serving.port)
+
+
+async def _check_base(
+    trainer: ServedTrainer, config: TrainConfig, client: EngineClient, engines: Mapping[EngineEndpoint, EngineInfo],
+    vocab_size: int,
+) -> None:  # fmt: skip
+    """UsageError where an engine gives other log-probabilities than the trainer: it serves another model."""
+    size = min([CHECK_TOKENS, config.trainer.micro_batch_tokens - 1])
+    tokens = np.random.default_rng(0).integers(0, vocab_size, size + 1)
+
+    def ours() -> np.ndarray:
+        trainer.create(CHECKED, AdapterSpec(1), 0)
+        datum = Datum(tokens[:-1], tokens[1:], {"weights": np.ones(size, np.float32)})
+        [found] = trainer.forward(CHECKED, [datum], "cross_entropy", {}, backward=False).logprobs
+        trainer.drop(CHECKED)
+        return found
+
+    expected, ids = await asyncio.to_thread(ours), tuple(tokens.tolist())
+    problems: list[str] = []
+    for endpoint, info in engines.items():
+        try:
+            scores = await client.score(endpoint, ids, timeout=config.deadlines.sync)
+        except EngineError as error:
+            problems.append(f"{endpoint.url}: {error}")
+            continue
+        difference = float(np.abs(np.array(scores) - expected).mean())
+        limit = check_tolerance(config.weights.verify_tolerance, config.model.dtype, info.dtype, info.device)
+        write_line(f"{endpoint.url}: log-probabilities of {size} tokens differ by {difference:.2e}, allowed {limit:g}")
+        if not difference <= limit:
+            problems.append(
+                f"{endpoint.url}: its log-probabilities differ by {difference:.3g} from the trainer's, {limit:g} is "
+                f"allowed: it serves other weights than {config.model.path}; start it from these"
+            )
+    if problems:
+        raise UsageError("these engines cannot serve this trainer:\n" + "\n".join(problems))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--serving", "--parts"):
+        parser.add_argument(name, required=True)
+    given = parser.parse_args()
+    parts = Parts.model_validate_json(given.parts)
+    config = TrainConfig.model_validate_json(parts.config.read_text(), context={"rules": ()})
+    serving = ServeTrainerConfig.model_validate_json(given.serving)
+    try:
+        run_trainer(config, serving, parts)
+    except (StopRequested, asyncio.CancelledError):
+        pass
+    except RltoolError as error:
+        write_line(f"error: {error}")
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,317 @@
+"""Sampling for clients of a served trainer: requests in the words of the client's API, engines, adapters by name.
+
+An adapter is loaded at all engines when a request first names it, and goes when another needs its place and no request
+runs with it; the next request brings it back, under another name: a name stands for one load. No engine is paused. One
+that was started again refuses a name that it has not; then it is given what it lacks, and asked once more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+import uuid
+from array import array
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rltool.engines.adapters import NamedAdapters, lacks_adapter
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import Fleet, State
+from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams, TokenScores
+from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
+from rltool.rollout.serving.data_plane import DataPlane
+from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving.scores import Scores
+from rltool.tinker.wire import SampledTokens, SampleOutput, Topk
+from rltool.training.served import Values
+
+T = TypeVar("T")
+
+REQUESTS_PER_ENGINE = 256
+MOST_SAMPLES = 1024
+"""Of one request."""
+RELOAD_ATTEMPTS, RELOAD_SECONDS = 60, 0.5
+"""An engine that was started again serves some seconds before its probe says so."""
+SLOTS_UNKNOWN = 4
+"""Adapters at a time, where no engine reports how many it holds."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """n samples of a prompt. scored: how many of the prompt's last tokens get log-probabilities; topk: of the most
+    probable tokens in the place of each of these; topk_sampled: in the place of each sampled one."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    n: int = 1
+    seed: int | None = None
+    scored: int = 0
+    topk: int = 0
+    topk_sampled: int = 0
+
+
+def parse_sample(body: Mapping[str, Any], *, vocab_size: int, max_model_len: int) -> SampleRequest:
+    """Of the client's SampleRequest. UsageError by name for what is wrong or not supported."""
+    for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info", "base_model", "model_path"):
+        if body.get(name):
+            raise UsageError(f"{name} is not supported by this server")
+    prompt = _tokens(body.get("prompt"), vocab_size)
+    given = _object(body.get("sampling_params"), "sampling_params")
+    unknown = set(given) - {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}
+    if unknown:
+        raise UsageError(f"sampling_params: {', '.join(sorted(unknown))} is not supported by this server")
+    room = max_model_len - len(prompt)
+    most = given.get("max_tokens")
+    most = room if most is None else _count(most, "sampling_params.max_tokens", least=1)
+    if room < most or room < 1:
+        raise UsageError(
+            f"a prompt of {len(prompt)} tokens and max_tokens = {most} are more than the {max_model_len} tokens of a "
+            "sequence at this server's engines"
+        )
+    n = _count(body.get("num_samples", 1), "num_samples", least=1, most=MOST_SAMPLES)
+    scored = len(prompt) - 1 if body.get("prompt_logprobs") or body.get("topk_prompt_logprobs") else 0
+    if (last := body.get("prompt_logprobs_last_n")) is not None:
+        scored = _count(last, "prompt_logprobs_last_n", least=1, most=max(len(prompt) - 1, 1))
+    return SampleRequest(
+        prompt, _sampling(given, most), n, given.get("seed"), scored,
+        _count(body.get("topk_prompt_logprobs") or 0, "topk_prompt_logprobs"),
+        _count(body.get("topk_sample_logprobs") or 0, "topk_sample_logprobs"),
+    )  # fmt: skip
+
+
+def _sampling(given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+    temperature, top_p, top_k = given.get("temperature", 1.0), given.get("top_p", 1.0), given.get("top_k", -1)
+    if not _is_number(temperature) or not 0 <= temperature <= 100:
+        raise UsageError(f"sampling_params.temperature is {temperature!r}, expected a number from 0 to 100")
+    if not _is_number(top_p) or not 0 < top_p <= 1:
+        raise UsageError(f"sampling_params.top_p is {top_p!r}, expected a number above 0, at most 1")
+    if top_k != -1:
+        _count(top_k, "sampling_params.top_k", least=1)
+    seed = given.get("seed")
+    if seed is not None:
+        _count(seed, "sampling_params.seed")
+    stop = given.get("stop")
+    if isinstance(stop, str):
+        stop = [stop]
+    if stop is not None and not isinstance(stop, list):
+        raise UsageError(f"sampling_params.stop is {stop!r}, expected a text, texts or token ids")
+    texts = tuple(each for each in stop or () if isinstance(each, str) and each)
+    ids = tuple(each for each in stop or () if isinstance(each, int) and not isinstance(each, bool))
+    if len(texts) + len(ids) != len(stop or ()):
+        raise UsageError(f"sampling_params.stop is {stop!r}, expected texts that are not empty, or token ids")
+    return SamplingParams(
+        max_tokens, float(temperature), float(top_p), top_k, stop_token_ids=ids, ignore_eos=stop == [], stop=texts
+    )
+
+
+def _tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
+    chunks = _object(prompt, "prompt").get("chunks")
+    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) and "tokens" in chunk for chunk in chunks):
+        raise UsageError("prompt has a picture or sound, or no chunks; text alone is supported")
+    tokens = tuple(token for chunk in chunks for token in chunk["tokens"])
+    if not tokens:
+        raise UsageError("prompt has no tokens")
+    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in tokens):
+        raise UsageError(f"prompt has tokens outside of the vocabulary of {vocab_size}")
+    return tokens
+
+
+def _object(value: object, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise UsageError(f"{what} is {value!r}, expected an object")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: object, what: str, *, least: int = 0, most: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        upper = "" if most is None else f", at most {most}"
+        raise UsageError(f"{what} is {value!r}, expected an integer of at least {least}{upper}")
+    return value
+
+
+@dataclass
+class _Held:
+    name: str
+    users: int = 0
+
+
+class LoadedAdapters:
+    """Adapters at the engines, `slots` at most. Owned by one event loop. deadline: seconds for one to load; prefix:
+    begins their names."""
+
+    def __init__(self, engines: EngineSet, *, slots: int, deadline: float, prefix: str) -> None:
+        self._fleet, self._slots, self._prefix = engines.fleet, slots, prefix
+        self._named, self._deadline = NamedAdapters(engines.client, deadline=deadline), deadline
+        self._held: dict[Path, _Held] = {}
+        """The least lately used first."""
+        self._loads = 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def using(self, directory: Path) -> AsyncIterator[str]:
+        """Its name, while the block samples with it. EngineError where no engine takes it."""
+        held = await self._place(directory)
+        try:
+            await self.load(directory, held.name)
+            yield held.name
+        finally:
+            async with self._changed:
+                held.users -= 1
+                self._changed.notify_all()
+
+    async def load(self, directory: Path, name: str) -> None:
+        """At engines that lack it. EngineError where none of them has it then. One that has just died counts as ready
+        until it is probed: where none answers, they are asked again, until the deadline."""
+        last = time.monotonic() + self._deadline
+        while error := await self._load(directory, name):
+            if not isinstance(error, EngineUnreachable) or time.monotonic() > last:
+                raise error
+            await asyncio.sleep(RELOAD_SECONDS)
+
+    async def _load(self, directory: Path, name: str) -> EngineError | None:
+        engines = [
+            member.endpoint.model_copy(update={"boot_id": member.boot_id})
+            for member in self._fleet.members(State.READY)
+        ]
+        failures = await self._named.publish(name, directory, engines)
+        return next(iter(failures.values())) if failures and not self._named.holders(name) else None
+
+    async def close(self) -> None:
+        """Engines are left without them."""
+        for held in self._held.values():
+            await self._named.unload(held.name)
+        self._held.clear()
+
+    async def _place(self, directory: Path) -> _Held:
+        async with self._changed:
+            while directory not in self._held:
+                if len(self._held) >= self._slots:
+                    idle = next((path for path, held in self._held.items() if not held.users), None)
+                    if idle is None:
+                        await self._changed.wait()
+                    else:
+                        await self._named.unload(self._held.pop(idle).name)
+                    continue
+                self._loads += 1
+                self._held[directory] = _Held(f"{self._prefix}-{self._loads}")
+            held = self._held[directory] = self._held.pop(directory)
+            held.users += 1
+            return held
+
+
+class Samplers:
+    """Engines for sampling. `start` first, `close` last. deadline: seconds for a request at one engine; load_deadline:
+    for an engine to load an adapter."""
+
+    def __init__(
+        self, endpoints: Mapping[EngineEndpoint, EngineInfo], client: EngineClient, *, deadline: float,
+        load_deadline: float, log: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self.engines = EngineSet(Fleet(), client, log=log)
+        self.fleet = self.engines.fleet
+        for endpoint, info in endpoints.items():
+            self.fleet.add_probed(endpoint, info, takes_weights=False)
+        self.fleet.take_transitions()
+        self._plane = DataPlane(self.engines, router=None, requests_per_engine=REQUESTS_PER_ENGINE, deadline=deadline)
+        at_once = REQUESTS_PER_ENGINE * len(endpoints)
+        self._scores = Scores("policy", self.engines, at_once=at_once, deadline=deadline)
+        self._monitor = FleetMonitor(self.engines, on_change=self._plane.changed)
+        infos = list(endpoints.values())
+        slots = min((info.lora_slots for info in infos if info.lora_slots), default=SLOTS_UNKNOWN)
+        prefix = f"serve-{uuid.uuid4().hex[:12]}"
+        self._adapters = LoadedAdapters(self.engines, slots=slots, deadline=load_deadline, prefix=prefix)
+        self.max_model_len = min((info.max_model_len for info in infos if info.max_model_len), default=2**31)
+
+    def start(self) -> None:
+        self._monitor.start()
+
+    async def close(self) -> None:
+        await self._monitor.close()
+        await self._adapters.close()
+
+    @property
+    def in_flight(self) -> int:
+        return self._plane.in_flight
+
+    async def sample(self, asked: SampleRequest, adapter: Path | None) -> SampleOutput:
+        """adapter: a directory in peft's format; None: the base model. EngineError where no engine can."""
+        if adapter is None:
+            return await self._sample(asked, "", None)
+        async with self._adapters.using(adapter) as name:
+            return await self._sample(asked, name, adapter)
+
+    async def score(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
+        """Log-probabilities of the base model, of all tokens but the first."""
+        return await self._scores.score(tokens)
+
+    async def _sample(self, asked: SampleRequest, name: str, directory: Path | None) -> SampleOutput:
+        request = GenerateRequest(asked.prompt, asked.sampling, uuid.uuid4().hex, asked.n, asked.seed, adapter=name)
+
+        async def generate() -> list[Completion]:
+            return await self._plane.generate(request.again())
+
+        async def score(tokens: tuple[int, ...], topk: int) -> TokenScores:
+            if topk:
+                return await self._scores.score_topk(tokens, topk, name)
+            return TokenScores(await self._scores.score(tokens, name), array("i"), array("f"))
+
+        async def of_prompt() -> TokenScores | None:
+            return await score(asked.prompt, asked.topk) if asked.scored else None
+
+        again = self._with_adapter
+        prompt = await again(name, directory, of_prompt)
+        completions = await again(name, directory, generate)
+        sequences: list[SampledTokens] = []
+        for each in completions:
+            if each.finish_reason == "abort":
+                raise EngineError("an engine ended the request before its end, by no wish of this server")
+            topk = None
+            if asked.topk_sampled and each.token_ids:
+                tokens = (*asked.prompt, *each.token_ids)
+                found = await again(name, directory, partial(score, tokens, asked.topk_sampled))
+                topk = _table(found, asked.topk_sampled, places=len(each.token_ids), scored=len(each.token_ids))
+            sequences.append(SampledTokens(each.token_ids, each.logprobs, each.finish_reason, topk))
+        cached = completions[0].cached_tokens or 0
+        return SampleOutput(tuple(sequences), *_of_prompt(asked, prompt), cached)
+
+    async def _with_adapter(self, name: str, directory: Path | None, ask: Callable[[], Awaitable[T]]) -> T:
+        """`ask`, once more where an engine lacks the adapter."""
+        for _ in range(RELOAD_ATTEMPTS):
+            try:
+                return await ask()
+            except EngineRejected as error:
+                if directory is None or not lacks_adapter(error, name):
+                    raise
+            await asyncio.sleep(RELOAD_SECONDS)
+            await self._adapters.load(directory, name)
+        return await ask()
+
+
+def _of_prompt(asked: SampleRequest, found: TokenScores | None) -> tuple[Values | None, Topk | None]:
+    """Log-probabilities of the prompt's tokens, and the most probable tokens in the place of each."""
+    if found is None:
+        return None, None
+    logprobs = np.full(len(asked.prompt), np.nan, np.float32)
+    logprobs[-asked.scored :] = found.logprobs[-asked.scored :]
+    return logprobs, _table(found, asked.topk, places=len(asked.prompt), scored=asked.scored) if asked.topk else None
+
+
+def _table(found: TokenScores, k: int, *, places: int, scored: int) -> Topk:
+    """Of the last `scored` places; the others have none."""
+    ids, logprobs = np.full((places, k), -1, np.int32), np.full((places, k), -np.inf, np.float32)
+    ids[places - scored :] = np.array(found.topk_ids, np.int32).reshape(-1, k)[-scored:]
+    logprobs[places - scored :] = np.array(found.topk_logprobs, np.float32).reshape(-1, k)[-scored:]
+    return Topk(ids, logprobs)

@@ -1,0 +1,135 @@
+"""`rltool serve-trainer` with a real vLLM and the released tinker client: train, publish adapters, sample from them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.processes.state import read_state
+from rltool.processes.stop_run import stop_run
+from rltool.tinker.launch import ROLE
+from tests.e2e.engines import clients_python, free_port
+from tests.e2e.job import Job
+from tests.e2e.test_tinker import CLIENT, result_of
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+EXACT = 1e-5
+"""Between engine and trainer, both in float32 on a CPU."""
+
+
+@dataclass(frozen=True)
+class Served:
+    job: Job
+    run: RunDirectory
+    url: str
+    keys: Path
+
+    def client(self, who: str, script: str, *more: str) -> subprocess.Popen[str]:
+        key = (self.keys / who).read_text().strip()
+        command = [str(clients_python()), str(CLIENT), self.url, key, script, *more]
+        environment = {"PATH": os.environ["PATH"], "HOME": str(self.job.root), "TINKER_TELEMETRY": "0"}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+    def result(self, who: str, script: str, *more: str) -> Any:
+        found = result_of(self.client(who, script, *more))
+        assert "failed" not in found, (found, self.log()[-3000:])
+        return found
+
+    def log(self) -> str:
+        state = read_state(self.run, ROLE)
+        return "" if state is None or state.log is None else state.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iterator[Served]:
+    clients_python()
+    root = tmp_path_factory.mktemp("served")
+    keys = root / "keys"
+    keys.mkdir()
+    for who in ("alice", "bob"):
+        (keys / who).touch(mode=0o600)
+        (keys / who).write_text(f"tml-{who}")
+    with ExitStack() as stack:
+        job = Job(root, tiny_tied_dir)
+        job.say(
+            "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--max-model-len", "128", "--lora-rank", "8",
+            "--lora-slots", "2", "--run", "lab", "--detach",
+        )  # fmt: skip
+        run = open_run("lab", create=False, root=job.runs)
+        stack.callback(stop_run, run)
+        port = free_port()
+        job.say(
+            "serve-trainer", str(tiny_tied_dir), "--rollout-external", f"@{run.endpoints_file}", "--keys", str(keys),
+            "--port", str(port), "--lora-rank", "8", "--served-name", "tiny", "--set", "model.dtype=float32",
+            "--set", "trainer.torch_threads=1", "--set", "trainer.max_tokens_per_micro_batch=256", "--detach",
+        )  # fmt: skip
+        yield Served(job, run, f"http://127.0.0.1:{port}", keys)
+
+
+def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(served):
+    found = served.result("alice", "sampling")
+    for name in ("base", "trained", "saved", "scored"):
+        np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
+    assert np.abs(np.subtract(found["base"]["trainer"], found["trained"]["trainer"])).max() > 1e-3
+    assert found["n"] == 3 and found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
+    assert found["stopped"] == ["stop", 1] and found["length"] == "length"
+    assert all(np.argmax([p for _, p in row]) == 0 for row in found["topk"])
+    assert found["topk_of_greedy"] == found["greedy"]
+    assert found["old_and_new"][0] == found["old_and_new"][1]
+    assert found["last_n"][:-2] == [None] * (len(found["last_n"]) - 2)
+    errors = found["errors"]
+    for name, text in {
+        "long": "are more than the 128 tokens", "alternatives": "prompt_alt_tokens_k is not supported",
+        "rank": "adapters up to rank 8", "path": "is no path of weights for sampling",
+        "gone": "there are no weights", "top_p": "top_p is 0",
+    }.items():  # fmt: skip
+        assert text in errors[name], (name, errors[name])
+
+
+def test_two_tenants_sample_beside_each_other_and_neither_from_the_others_weights(served):
+    alone = served.result("alice", "rounds", "1")
+    both = [served.client(who, "rounds", seed) for who, seed in (("alice", "1"), ("bob", "2"))]
+    first, second = (result_of(each) for each in both)
+    assert first["rounds"] == alone["rounds"] != second["rounds"]
+    assert "there is no model" in served.result("bob", "stranger_sampler", first["path"])["error"]
+
+
+@pytest.mark.long
+def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_goes_on(served):
+    client = served.client("alice", "long_rounds")
+    assert client.stderr is not None
+    for line in client.stderr:
+        if line.startswith("round 2"):
+            engine = read_state(served.run, "engine-0")
+            assert engine is not None
+            os.kill(engine.pid, signal.SIGKILL)
+        if line.startswith("round 4"):
+            server = read_state(served.run, ROLE)
+            assert server is not None
+            os.kill(server.pid, signal.SIGKILL)
+        if line.startswith("round 6"):
+            break
+    found = result_of(client)
+    assert "failed" not in found, (found, served.log()[-3000:])
+    assert found["rounds"] == served.result("alice", "long_rounds")["rounds"]
+
+
+def test_status_shows_the_server_and_engines_without_adapters_are_refused_at_start(served):
+    said = served.job.say("status", "--run", "lab")
+    assert ROLE in said and served.url in said
+    refused = served.job.say(
+        "serve-trainer", str(served.job.model), "--rollout-external", f"@{served.run.endpoints_file}", "--lora-rank",
+        "16", "--run", "other", code=2,
+    )  # fmt: skip
+    assert "takes adapters up to rank 8, and --lora-rank is 16" in refused
