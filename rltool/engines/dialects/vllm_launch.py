@@ -102,7 +102,8 @@ class VllmLaunching(Launches):
             argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
         dtype, max_model_len = launch.dtype, launch.max_model_len
         if launch.device == "cpu":
-            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(launch)
+            config = _cpu_config(launch)
+            dtype, max_model_len = dtype or "float32", max_model_len or _cpu_max_model_len(config)
             argv += ["--enforce-eager", "--max-num-seqs", str(MAX_N_PER_REQUEST)]
             # A prompt that is prefilled in two pieces kills a CPU engine if its request has a seed: vLLM rewinds the
             # request's random generator, and torch raises "CPU Generator does not use offset". So prompts are never
@@ -112,6 +113,9 @@ class VllmLaunching(Launches):
                 "--max-num-batched-tokens",
                 str(max(CPU_BATCHED_TOKENS, max_model_len)),
             ]
+            # On a CPU with AMX it takes AMX's kernels for latent attention whatever the dtype, and ends: they want bf16.
+            if dtype == "float32" and config.get("kv_lora_rank") is not None:
+                argv += ["--attention-backend", "CPU_MLA"]
         if dtype is not None:
             argv += ["--dtype", dtype]
         if max_model_len is not None:
@@ -196,10 +200,13 @@ def lora_rank(rank: int) -> int:
     return next((known for known in LORA_RANKS if known >= rank), rank)
 
 
-def _cpu_max_model_len(launch: EngineLaunch) -> int:
+def _cpu_config(launch: EngineLaunch) -> Mapping[str, Any]:
     try:
-        config = json.loads((launch.model / "config.json").read_text())
+        return json_object(json.loads((launch.model / "config.json").read_text()))
     except (OSError, ValueError):
-        return CPU_MAX_MODEL_LEN  # vLLM itself reports what is wrong with the model directory
+        return {}  # vLLM itself reports what is wrong with the model directory
+
+
+def _cpu_max_model_len(config: Mapping[str, Any]) -> int:
     longest = config.get("max_position_embeddings")
     return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN
