@@ -2,8 +2,13 @@
 
     python -m benchmarks.gateway --sessions 1000 --turns 5 --seconds 5
 
+    python -m benchmarks.gateway --first-token RUN          with `rltool serve-engines` and `rltool gateway` of that run
+
 The same client first sends its prompts to the engines directly, then talks to the gateway; the difference of the two is
 what the gateway adds. Each session keeps one turn in flight, so sessions / seconds turns come each second.
+
+--first-token asks one engine, directly and through the gateway in turns, for streams with prompts of one length, which
+no prefix cache holds.
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,8 +31,10 @@ import psutil
 
 from benchmarks.rollout_manager import fake_engines
 from rltool.config.gateway import GatewayConfig
+from rltool.engines.endpoints import resolve
 from rltool.gateway.parts import Parts
 from rltool.processes.ports import reserved_ports
+from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.quickstart.tiny_model import make_tokenizer
 
 TEMPLATE = (
@@ -132,13 +140,58 @@ async def measure(url: str, process: psutil.Process, engines: list[str], options
     }
 
 
+async def first_piece(client: aiohttp.ClientSession, url: str, body: dict[str, Any], key: str) -> float:
+    """Milliseconds until the first event has come, which is at the first token; the stream is read to its end."""
+    started, took, seen = time.perf_counter(), None, b""
+    async with client.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as response:
+        assert response.status == 200, await response.text()
+        async for piece in response.content.iter_any():
+            seen += piece
+            if took is None and b"data:" in seen:
+                took = 1000 * (time.perf_counter() - started)
+    assert took is not None, seen
+    return took
+
+
+async def first_tokens(run: RunDirectory, count: int) -> dict[str, Any]:
+    [engine] = resolve([f"@{run.path / 'endpoints.json'}"]).engines
+    url = json.loads((run.path / "state" / "gateway.json").read_text())["url"]
+    key = (run.path / "state" / "gateway.key").read_text().strip()
+    alone, through, prompt = [], [], []
+    async with aiohttp.ClientSession() as client:
+        for number in range(count + 2):
+            session = (await timed(client, f"{url}/sessions", {}, key))[1]
+            messages = [{"role": "system", "content": f"{number}: {SYSTEM}"}, {"role": "user", "content": "next?"}]
+            body = {"model": session["model"], "messages": messages, "max_tokens": 16, "stream": True}
+            chat = f"{session['openai_base_url']}/chat/completions"
+            through.append(await first_piece(client, chat, body, session["key"]))
+            async with client.get(f"{url}/sessions/{session['id']}", headers={"Authorization": f"Bearer {key}"}) as got:
+                [trajectory] = (await got.json())["trajectories"]
+            prompt = trajectory["token_ids"][: trajectory["loss_mask"].index(1)][::-1]
+            sampling = {"max_tokens": 16, "logprobs": 0, "detokenize": False}
+            asked = {"token_ids": prompt, "request_id": uuid.uuid4().hex, "stream": True, "sampling_params": sampling}
+            direct = f"{engine.url}/rltool/generate"
+            alone.append(await first_piece(client, direct, asked, engine.read_key() or ""))
+    alone, through = sorted(alone[2:]), sorted(through[2:])  # without what the first ones load
+    middle = count // 2
+    return {
+        "prompt tokens": len(prompt),
+        "first token, engine alone, median and longest, ms": [round(alone[middle], 1), round(alone[-1], 1)],
+        "through the gateway, median and longest, ms": [round(through[middle], 1), round(through[-1], 1)],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="what an engine takes for a turn")
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--first-token", metavar="RUN", help="of a running gateway and its one engine")
     options = parser.parse_args()
+    if options.first_token:
+        print(json.dumps(asyncio.run(first_tokens(open_run(options.first_token, create=False), 100)), indent=1))
+        return
     with (
         tempfile.TemporaryDirectory() as root,
         fake_engines(options.engines, seconds=options.seconds, tokens=16) as endpoints,

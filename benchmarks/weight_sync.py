@@ -362,7 +362,7 @@ class Benchmark:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="0.5B")
-    parser.add_argument("--engines", nargs="+", choices=KINDS, default=["vllm", "plugin"])
+    parser.add_argument("--engines", nargs="+", choices=BACKENDS, default=["vllm", "plugin"])
     parser.add_argument(
         "--backends",
         nargs="+",

@@ -27,18 +27,26 @@ SGLANG_GPU = (
 
 @dataclass(frozen=True)
 class EngineKind:
-    """dialect: of its HTTP API; weight_backend: vLLM's --weight-transfer-config."""
+    """dialect: of its HTTP API; weight_backend: vLLM's --weight-transfer-config; flags: more of them."""
 
     dialect: str
     weight_backend: str | None
+    flags: tuple[str, ...] = ()
+
+    @property
+    def plugin(self) -> bool:
+        return self.weight_backend == "rltool"
 
 
 KINDS = {
     "vllm": EngineKind("vllm", "nccl"),
     "plugin": EngineKind("vllm", "rltool"),
     "sglang": EngineKind("sglang", None),
+    "adapters": EngineKind(
+        "vllm", "rltool", ("--enable-lora", "--max-lora-rank", "32", "--max-loras", "4", "--max-cpu-loras", "4")
+    ),
 }
-"""vllm: a stock server with vLLM's own backend."""
+"""vllm: a stock server with vLLM's own backend; adapters: rltool's plugin, with LoRA."""
 
 
 class Server:
@@ -53,7 +61,7 @@ class Server:
             port = probe.getsockname()[1]
         self.url, self.log = f"http://127.0.0.1:{port}", work / f"{kind}.log"
         argv = _sglang(model, gpu, dtype) if kind == "sglang" else _vllm(kind, model, gpu, dtype, share)
-        self.key_file = work / "key" if kind == "plugin" else None
+        self.key_file = work / "key" if KINDS[kind].plugin else None
         if self.key_file is not None:
             self.key_file.write_text(KEY)
         environment = os.environ | _environment(kind, work, gpu)
@@ -127,7 +135,8 @@ def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> li
     argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", dtype]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "32"]
     argv += ["--weight-transfer-config", json.dumps({"backend": KINDS[kind].weight_backend})]
-    if kind == "plugin":
+    argv += KINDS[kind].flags
+    if KINDS[kind].plugin:
         argv += ["--worker-extension-cls", "rltool.engines.plugin.worker.WeightUpdateRecovery"]
         argv += ["--middleware", "benchmarks.weight_sync_middleware.CheckableMiddleware"]
     if gpu is None:
@@ -153,7 +162,7 @@ def _workers(gpus: str) -> str:
 def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:
     common = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}
     common |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
-    if kind == "plugin":
+    if KINDS[kind].plugin:
         common["RLTOOL_KEY_FILE"] = str(work / "key")
         common["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(_entry_point(work)), str(REPOSITORY), os.environ.get("PYTHONPATH")))

@@ -95,11 +95,19 @@ class Renderer:
 
     def message(self, text: str, *, turn: str, tools: bool, reasoning_open: bool) -> Message:
         """The assistant's message in `text`; the ids of its tool calls are made of the turn's."""
-        parsed = self._parser(text, tools=tools, reasoning_open=reasoning_open)
+        parsed = self._parser.parse(text, tools=tools, reasoning_open=reasoning_open)
         calls = tuple(
             ToolCall(f"call_{turn[:24]}{index}", call.name, call.arguments) for index, call in enumerate(parsed.calls)
         )
         return Message("assistant", parsed.text, parsed.reasoning, calls)
+
+    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+        """The beginning of a reply that is still being written whose `message` is the beginning of the whole one's."""
+        return self._parser.certain(text, tools=tools, reasoning_open=reasoning_open)
+
+    def text(self, token_ids: Sequence[int]) -> str:
+        """All of these tokens, special ones too."""
+        return self._tokenizer.decode_everything(token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         return self._tokenizer.render_messages(

@@ -59,6 +59,9 @@ def gateway(
         str | None,
         typer.Option(help="override or refuse requests for other sampling than the run's (default: refuse)."),
     ] = None,
+    train_cancelled: Annotated[
+        bool | None, typer.Option(help="Train what agents were sent of streams that they cancelled (default: no).")
+    ] = None,
     max_sessions: Annotated[int | None, typer.Option(help="Open at once (default: 10000).")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Of one session (default: 1000).")] = None,
     max_session_tokens: Annotated[int | None, typer.Option(help="Of one session (default: 4000000).")] = None,
@@ -82,8 +85,8 @@ def gateway(
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
         "template_arguments": None if template_arguments is None else _json_object(template_arguments),
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_response_tokens": max_response_tokens,
-        "on_sampling": on_sampling, "max_sessions": max_sessions, "max_turns": max_turns,
-        "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
+        "on_sampling": on_sampling, "train_cancelled": train_cancelled, "max_sessions": max_sessions,
+        "max_turns": max_turns, "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
         "max_body_bytes": max_body_bytes, "idle_timeout": idle_timeout, "turn_timeout": turn_timeout,
         "keep_sessions": keep_sessions, "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip

@@ -41,6 +41,8 @@ class GatewayConfig(Config):
     on_sampling: Literal["override", "refuse"] = "refuse"
     """What happens to a request for another temperature, penalties, or a parameter that is not known: refused, or
     served with the settings above and a header that names what was not followed."""
+    train_cancelled: bool = False
+    """Whether what an agent was sent of a stream that it then cancelled is trained; it is recorded in any case."""
     max_sessions: int = Field(default=10_000, ge=1)
     """Sessions that are open at once."""
     max_turns: int = Field(default=1000, ge=1)

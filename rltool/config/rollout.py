@@ -179,6 +179,8 @@ class RolloutConfig(Config):
     """agent: which trajectories of an episode are trained: the longest, that of its last turn, those with a turn that
     was paid by itself (all where none was), or f(record) -> list[int], their numbers. What they share with one that is
     not trained is trained with them."""
+    train_cancelled: bool = False
+    """agent: train what agents were sent of streams that they then cancelled."""
     train_discarded: bool = False
     """agent: train replies that the agent threw away (it sent the same messages again without them)."""
     gateway: str | None = None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from rltool.engines.dialects.protocol import MEMORY_TAGS, Controls, Generates, I
 from rltool.engines.dialects.table import controls, detections, dialect, inspects, none_of_ours
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.lease import RUN_HEADER
-from rltool.engines.replies import making_sense_of, quote, read_body, read_reply
+from rltool.engines.replies import events_of, making_sense_of, quote, read_body, read_reply
 from rltool.engines.types import (
     BOOT_ID_HEADER,
     CONTROL_REPLY_BYTES,
@@ -32,6 +33,7 @@ from rltool.engines.types import (
     GenerateRequest,
     HttpRequest,
     TokenScores,
+    TokenStream,
 )
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
 from rltool.processes.tasks import all_of
@@ -43,6 +45,8 @@ HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
 CHECKSUMS_BYTES = 16 * CONTROL_REPLY_BYTES
 """Of an answer with a digest of every parameter of every rank."""
+STREAMED = 16
+"""A streamed reply has so many times the bytes of a whole one: vLLM's frame of an event is around each token."""
 ABORTS_SIDE_BY_SIDE = 64
 """SGLang takes one id per request: a stop of 2,000 requests must not open 2,000 connections."""
 ABORT_ATTEMPTS = 3
@@ -167,23 +171,10 @@ class EngineClient:
         headers: Mapping[str, str] | None,
         limit: int,
     ) -> Any:
-        session = self._reusing if reuse else self._fresh
-        if session is None:
-            raise RuntimeError("EngineClient is used outside `async with`")
-        sent = dict(headers or {}) | ({"Authorization": f"Bearer {key}"} if key else {})
-        if self.run_id is not None:
-            sent[RUN_HEADER] = self.run_id
         try:
-            async with session.request(
-                request.method,
-                base_url + request.path,
-                json=request.body,
-                params=request.query,
-                headers=sent,
-                allow_redirects=False,
+            async with self._sent(
+                base_url, request, key, reuse=reuse, answered_by=answered_by, headers=headers
             ) as response:
-                if answered_by is not None and BOOT_ID_HEADER in response.headers:
-                    answered_by.add(response.headers[BOOT_ID_HEADER])
                 status, body = response.status, await read_body(response, what, limit)
         except (aiohttp.ClientError, OSError) as error:
             raise _Temporary(EngineUnreachable(f"{what}: {type(error).__name__}: {quote(str(error))}")) from error
@@ -193,6 +184,35 @@ class EngineClient:
             raise
         except EngineError as error:
             raise _Temporary(error) from None
+
+    @asynccontextmanager
+    async def _sent(
+        self,
+        base_url: str,
+        request: HttpRequest,
+        key: str | None,
+        *,
+        reuse: bool,
+        answered_by: set[str] | None,
+        headers: Mapping[str, str] | None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        session = self._reusing if reuse else self._fresh
+        if session is None:
+            raise RuntimeError("EngineClient is used outside `async with`")
+        sent = dict(headers or {}) | ({"Authorization": f"Bearer {key}"} if key else {})
+        if self.run_id is not None:
+            sent[RUN_HEADER] = self.run_id
+        async with session.request(
+            request.method,
+            base_url + request.path,
+            json=request.body,
+            params=request.query,
+            headers=sent,
+            allow_redirects=False,
+        ) as response:
+            if answered_by is not None and BOOT_ID_HEADER in response.headers:
+                answered_by.add(response.headers[BOOT_ID_HEADER])
+            yield response
 
     async def generate(
         self,
@@ -233,6 +253,43 @@ class EngineClient:
             if request.routing is not None or request.sampling.return_sampling_mask:  # much of each token
                 return await asyncio.to_thread(engine_dialect.parse_generate, request, replies)
             return engine_dialect.parse_generate(request, replies)
+
+    async def stream(
+        self,
+        endpoint: EngineEndpoint,
+        request: GenerateRequest,
+        stream: TokenStream,
+        *,
+        timeout: float,
+        answered_by: set[str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Completion:
+        """One completion, told to `stream` as its tokens come; all at once where this endpoint has no streams. Sent
+        once. Raises what `generate` does, also after some tokens have come."""
+        engine_dialect = _dialect_of(endpoint)
+        http = engine_dialect.stream(request)
+        if http is None:
+            [whole] = await self.generate(
+                endpoint, request, timeout=timeout, attempts=1, answered_by=answered_by, headers=headers
+            )
+            stream.take(whole)
+            return whole
+        what = f"{http.method} {endpoint.url}{http.path}"
+        key = endpoint.present_key()
+        try:
+            async with asyncio.timeout(timeout), self._sent(
+                endpoint.url, http, key, reuse=True, answered_by=answered_by, headers=headers
+            ) as response:
+                if response.status >= 300:
+                    read_reply(what, http, response.status, await read_body(response, what, CONTROL_REPLY_BYTES))
+                async for event in events_of(response, what, STREAMED * request.reply_bytes):
+                    with making_sense_of(f"the stream of {endpoint.url}"):
+                        stream.take(engine_dialect.parse_event(event))
+        except TimeoutError as error:
+            raise EngineTimedOut(f"{what}: no answer within {timeout:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise EngineUnreachable(f"{what}: {type(error).__name__}: {quote(str(error))}") from error
+        return stream.completion()
 
     def request_ids(self, endpoint: EngineEndpoint, request: GenerateRequest) -> list[str]:
         """What `abort` must be given to end `generate(endpoint, request)`,

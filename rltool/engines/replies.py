@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,29 @@ async def read_body(response: Any, what: str, limit: int) -> bytes:
         if len(body) > limit:
             raise too_large(what, limit)
     return bytes(body)
+
+
+async def events_of(response: Any, what: str, limit: int) -> AsyncIterator[Any]:
+    """The JSON of each server-sent event of an aiohttp response, up to "[DONE]". EngineUnreachable where it ends before
+    that, or for more than `limit` bytes."""
+    size, rest = 0, bytearray()
+    async for piece in response.content.iter_any():
+        size += len(piece)
+        if size > limit:
+            raise too_large(what, limit)
+        rest += piece
+        *events, tail = rest.split(b"\n\n")
+        rest = tail
+        for event in events:
+            if not event.startswith(b"data:"):
+                continue
+            text = bytes(event[5:].strip())
+            if text == b"[DONE]":
+                return
+            with making_sense_of(what):
+                found = json.loads(text)
+            yield found
+    raise EngineUnreachable(f"{what}: the stream broke off")
 
 
 def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, cast
 
@@ -217,6 +217,37 @@ class Completion:
         bad = next((i for i, value in enumerate(self.logprobs) if value is None or not math.isfinite(value)), None)
         if bad is not None:
             raise MissingLogprobs(f"log-probability {bad} of {len(self.logprobs)} is {self.logprobs[bad]}")
+
+
+@dataclass
+class TokenStream:
+    """What has come so far of a reply that is streamed. heard: called with each piece: its tokens and log-probabilities
+    alone, and the versions of all tokens so far. version: of all tokens, where the request names an adapter."""
+
+    heard: Callable[[Completion], None]
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: tuple[VersionSpan, ...] = ()
+    finish_reason: FinishReason = "abort"
+    version: str | None = None
+
+    def take(self, piece: Completion) -> None:
+        if not piece.token_ids and piece.finish_reason == "abort" and not piece.versions:
+            return
+        self.token_ids.extend(piece.token_ids)
+        self.logprobs.extend(piece.logprobs)
+        self.versions = piece.versions or self.versions
+        self.finish_reason = piece.finish_reason
+        if piece.token_ids:
+            self.heard(piece)
+
+    def completion(self) -> Completion:
+        """Of all that has come: as one that was aborted, where its end has not."""
+        size = len(self.token_ids)
+        spans = [VersionSpan(s.version, s.start, min(s.end, size)) for s in self.versions if s.start < size]
+        if self.version is not None and size:
+            spans = [VersionSpan(self.version, 0, size)]
+        return Completion(tuple(self.token_ids), tuple(self.logprobs), self.finish_reason, tuple(spans))
 
 
 @dataclass(frozen=True)

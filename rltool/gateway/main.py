@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -28,7 +29,7 @@ from rltool.gateway.store import SessionStore
 from rltool.gateway.turns import Model, Turns
 from rltool.processes import connections
 from rltool.processes.keys import read_key
-from rltool.processes.tasks import beside
+from rltool.processes.tasks import Background, beside
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.terminal import write_line
 
@@ -88,12 +89,44 @@ async def served(
         await runner.cleanup()
 
 
+COLLECT_SECONDS = 600.0
+"""How often everything is looked through for what only holds itself."""
+
+
+def look_at_new_objects_alone() -> None:
+    """What survives a full garbage collection is left out of the next one, and they come more often.
+
+    Sessions and turns in progress are some hundred objects each: with 1,000 sessions a full collection stopped all of
+    them for 340 ms, and such stops were a sixth of the gateway's CPU. Reference counts free what is frozen all the
+    same; of 3,000 turns, full collections found 500 objects that hold each other.
+    """
+
+    def after(phase: str, about: dict[str, int]) -> None:
+        if phase == "stop" and about["generation"] == 2:
+            gc.freeze()
+
+    gc.callbacks.append(after)
+    gc.set_threshold(*gc.get_threshold()[:2], 1)
+    gc.collect()
+
+
+async def _collect_all() -> None:
+    gc.unfreeze()
+    gc.collect()
+
+
 async def serve(config: GatewayConfig, parts: Parts) -> None:
     """Until it is cancelled."""
     views = views_on_stdin() if parts.follows else None
+    background = Background()
     async with gateway(config, parts, views) as app, served(app, config.host, config.port):
+        look_at_new_objects_alone()
+        background.repeat(_collect_all, "a full garbage collection", seconds=COLLECT_SECONDS)
         write_line(f"serving on {config.host}:{config.port}")
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await background.close()
 
 
 async def serve_until_terminated(config: GatewayConfig, parts: Parts) -> None:

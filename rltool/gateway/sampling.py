@@ -36,7 +36,7 @@ class Parameter:
 
 
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(("model", "stream"), ALL, "followed", "the events come when the turn has ended"),
+    Parameter(("model", "stream"), ALL, "followed", "the events come with the tokens"),
     Parameter(("messages", "tools"), ("chat", "anthropic"), "followed", "text; functions"),
     Parameter(("system",), ("anthropic",), "followed", "text"),
     Parameter(("input", "instructions", "tools"), ("responses",), "followed", "text; functions"),

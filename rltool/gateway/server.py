@@ -19,6 +19,7 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -37,6 +38,7 @@ from rltool.gateway.errors import BadRequest, NotFound, RequestError, TooLarge, 
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.sampling import not_followed
 from rltool.gateway.session import ASKED, Session
+from rltool.gateway.streaming import Live
 from rltool.gateway.turns import Ended, Turns
 from rltool.processes.tasks import Background
 
@@ -251,13 +253,16 @@ class GatewayServer:
             asked = api.parse(body)
             headers = {OVERRIDDEN_HEADER: _header_text(", ".join(ignored))} if ignored else {}
             left_out = "/untrained/v1/" in request.path or request.headers.get(TRAIN_HEADER, "").lower() == "false"
-            work = self._turns.run(session, api.name, asked, ignored, left_out=left_out)
+            live = Live() if asked.stream else None
+            work = self._turns.run(session, api.name, asked, ignored, left_out=left_out, live=live)
             turn = self._background.start(work, "turn", awaited=True)
             self._running.add(turn)
             turn.add_done_callback(self._running.discard)
             received = False
             try:
-                response = await (_stream if asked.stream else _whole)(request, api, turn, headers)
+                response = await (
+                    _whole(request, api, turn, headers) if live is None else _stream(request, api, turn, headers, live)
+                )
                 received = request.transport is not None and not request.transport.is_closing()
                 return response
             finally:
@@ -288,23 +293,37 @@ async def _record(session: Session) -> web.Response:
 
 
 async def _stream(
-    request: web.Request, api: Api, turn: asyncio.Future[Ended], headers: dict[str, str]
+    request: web.Request, api: Api, turn: asyncio.Future[Ended], headers: dict[str, str], live: Live
 ) -> web.StreamResponse:
-    """Server-sent events. They come when the turn has ended: an engine that dies meanwhile costs the agent nothing."""
-    await asyncio.wait((turn,), timeout=PING_SECONDS)
+    """Server-sent events, from the first token on. The last ones come when the turn is recorded."""
+    turn.add_done_callback(lambda _: live.changed.set())
+    is_news = await live.wait(PING_SECONDS)
     if turn.done():
         headers = headers | _branch_headers(turn.result())
+    elif live.opening is not None:
+        headers = headers | {TURN_HEADER: live.opening.id}
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
     await response.prepare(request)
+    stream, opening = api.stream(), None
     while not turn.done():
-        await response.write(api.ping())
-        await asyncio.wait((turn,), timeout=PING_SECONDS)
+        if live.has_news:
+            answer, count = await live.answer()
+            events = [*(stream.begin(answer) if opening is None else ()), *stream.more(answer)]
+            opening = opening or answer
+            await response.write(b"".join(map(_event_bytes, events)))
+            live.delivered = count
+        elif not is_news:
+            await response.write(api.ping())
+        is_news = await live.wait(PING_SECONDS)
     try:
         answer = turn.result().answer
     except Exception as error:
         await response.write(_event_bytes(api.error_event(_as_request_error(error, request))))
     else:
-        await response.write(b"".join(map(_event_bytes, api.events(answer))))
+        if opening is not None:
+            answer = replace(answer, created=opening.created)
+        events = [*(stream.begin(answer) if opening is None else ()), *stream.end(answer)]
+        await response.write(b"".join(map(_event_bytes, events)))
     await response.write_eof()
     return response
 

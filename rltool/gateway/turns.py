@@ -13,19 +13,20 @@ from dataclasses import dataclass, replace
 from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams, TokenStream, VersionSpan
 from rltool.errors import EngineRejected
-from rltool.gateway.apis.base import Answer, Asked
+from rltool.gateway.apis.base import NOTHING, Answer, Asked
 from rltool.gateway.errors import BadRequest, EnginesFailed, NotFound, TooMany
 from rltool.gateway.fleet import Engines
 from rltool.gateway.planning import ANOTHER, Plan, Rendering, plan_turn
 from rltool.gateway.registry import Sessions
 from rltool.gateway.session import UNRECEIVED, Session
 from rltool.gateway.store import SessionStore
+from rltool.gateway.streaming import Live
 from rltool.gateway.trajectory import TurnRecord
 from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.rollout.serving.data_plane import PoisonousRequest, Trace
+from rltool.rollout.serving.data_plane import BrokenStream, PoisonousRequest, Trace
 from rltool.rollout.stop_strings import cut_at_stop
 
 
@@ -84,24 +85,37 @@ class Turns:
         return {member.url: member.state.value for member in self._engines.fleet.members()}
 
     async def run(
-        self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...], *, left_out: bool = False
-    ) -> Ended:
-        """Generate, record, answer; in this order. Cancelled, the engine is asked no longer, and nothing is recorded.
-        Raises RequestError."""
+        self, session: Session, api: str, asked: Asked, not_followed: tuple[str, ...], *, left_out: bool = False,
+        live: Live | None = None,
+    ) -> Ended:  # fmt: skip
+        """Generate, record, answer; in this order. live: of an answer that is streamed, told of tokens as they come.
+
+        Cancelled, the engine is asked no longer, and nothing is recorded but what an agent has been sent of a stream.
+        Raises RequestError.
+        """
         self._check(session, asked)
         began = self._clock()
         session.in_progress += 1
         self._sessions.touch(session)
+        turn_id, plan, trace = uuid.uuid4().hex, None, Trace()
+        sample = Sample(0, 0, 0, [])
         try:
             plan = await self._rendering.run(asked.prompt, lambda own: plan_turn(session, asked.prompt, own))
-            sampled, engine = await self._generate(session.id, plan.prompt_ids, self._limited(plan, asked))
-            turn_id = uuid.uuid4().hex
+            sample.prompt_ids = list(plan.prompt_ids)
+            if live is not None:
+                live.open(self._opening(turn_id, asked, len(plan.prompt_ids), began), plan, self._rendering)
+            await self._generate(session.id, sample, self._limited(plan, asked), trace, live)
+            sampled, engine = sample, trace.engine
             said = await self._rendering.run(asked.prompt, lambda own: _read(own, sampled, plan, asked, turn_id))
             record = self._record(session, _Sampled(api, turn_id, plan, sampled, engine, asked, said), began)
             record = replace(record, not_followed=not_followed, left_out=left_out)
             self._keep(session, record)
         except asyncio.CancelledError:
             self.counts["abandoned"] += 1
+            if plan is not None and live is not None and live.delivered:
+                kept = _delivered(sample, live)
+                turn = _Sampled(api, turn_id, plan, kept, trace.engine, asked, _Said("", "", NOTHING, ()))
+                await self._keep_cut(session, turn, began, not_followed, left_out=left_out)
             raise
         finally:
             session.in_progress -= 1
@@ -115,6 +129,23 @@ class Turns:
             logprobs=said.logprobs,
         )
         return Ended(Answer(turn_id, self.model.name, int(record.time), asked, reply), record)
+
+    def _opening(self, turn_id: str, asked: Asked, prompt_tokens: int, began: float) -> Answer:
+        return Answer(turn_id, self.model.name, int(began), asked, Reply(NOTHING, "stop", prompt_tokens, 0, ""))
+
+    async def _keep_cut(
+        self, session: Session, turn: _Sampled, began: float, not_followed: tuple[str, ...], *, left_out: bool
+    ) -> None:
+        """Record what an agent has been sent of a stream before it hung up."""
+        said = await self._rendering.run(
+            turn.asked.prompt, lambda own: _read(own, turn.sampled, turn.plan, turn.asked, turn.id)
+        )
+        if session.ended is not None or not turn.sampled.response_ids:
+            return
+        record = self._record(session, replace(turn, said=said), began)
+        self._keep(session, replace(record, not_followed=not_followed, left_out=left_out))
+        if not self._config.train_cancelled:
+            self.mark(session, turn.id, left_out=UNRECEIVED)
 
     def unreceived(self, session: Session, record: TurnRecord) -> None:
         """Its client had gone before the answer was written."""
@@ -171,23 +202,26 @@ class Turns:
         return replace(self.sampling, max_tokens=most, stop=asked.stop)
 
     async def _generate(
-        self, session_id: str, prompt_ids: array[int], sampling: SamplingParams
-    ) -> tuple[Sample, str | None]:
-        """The response, and the engine that gave the end of it. Raises EnginesFailed."""
-        trace, requests = Trace(), 0
+        self, session_id: str, sample: Sample, sampling: SamplingParams, trace: Trace, live: Live | None
+    ) -> None:
+        """Fill the sample; trace: filled in as well. Raises EnginesFailed."""
+        requests = 0
 
         async def generate(request: GenerateRequest) -> list[Completion]:
             nonlocal requests
             requests += 1
             request = replace(request, seed=None, session=session_id)
-            completions = await self._engines.plane.generate(request, trace=trace)
+            if live is not None:
+                live.stream = TokenStream(live.heard)
+            completions = await self._engines.plane.generate(
+                request, trace=trace, stream=live.stream if live is not None else None
+            )
             if not request.sampling.stop:
                 return completions
             return await self._rendering.run(
                 RawPrompt(()), lambda own: [cut_at_stop(one, request, own.decode) for one in completions]
             )
 
-        sample = Sample(0, 0, 0, list(prompt_ids))
         context = GenerateContext(generate, sampling, self._renderer.vocab_size, require_versions=False)
         try:
             async with asyncio.timeout(self._config.turn_timeout):
@@ -201,13 +235,12 @@ class Turns:
             ) from None
         except EngineRejected as error:
             raise EnginesFailed(f"the engine refuses the request: {error}") from error
-        except PoisonousRequest as error:
+        except (PoisonousRequest, BrokenStream) as error:
             raise EnginesFailed(str(error)) from error
         finally:
             self.counts["continued_requests"] += max(0, requests - 1)
         if sample.status is SampleStatus.ABORTED:
             raise EnginesFailed(f"the engines aborted this turn {MAX_CONTINUATIONS} times")
-        return sample, trace.engine
 
     def _record(self, session: Session, turn: _Sampled, began: float) -> TurnRecord:
         """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await from
@@ -272,6 +305,24 @@ class _Sampled:
     engine: str | None
     asked: Asked
     said: _Said
+
+
+def _delivered(sample: Sample, live: Live) -> Sample:
+    """What the agent has been sent of a response that was cut off, as a truncated one; nothing of it where its
+    weights are not known."""
+    kept = Sample(0, 0, 0, sample.prompt_ids)
+    is_in = len(sample.response_ids) == len(live.token_ids)  # the last stream has ended
+    rest = live.stream.completion() if live.stream is not None and not is_in else None
+    ids, logprobs, spans = sample.response_ids[:], sample.response_logprobs[:], list(sample.versions)
+    if rest is not None:
+        shift = len(ids)
+        ids += rest.token_ids
+        logprobs += rest.logprobs
+        spans += [VersionSpan(span.version, span.start + shift, span.end + shift) for span in rest.versions]
+    if sum(span.end - span.start for span in spans) == len(ids):
+        whole = Completion(tuple(ids), tuple(logprobs), "abort", tuple(spans))
+        kept.append_response_tokens(replace(whole.first(live.delivered), finish_reason="length"))
+    return kept
 
 
 def _read(renderer: Renderer, sampled: Sample, plan: Plan, asked: Asked, turn_id: str) -> _Said:

@@ -165,7 +165,10 @@ class AdapterSync:
             await asyncio.wait((sending,))
             self._raise_given_up(member, sending)
         seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self._bucket_deadline
-        requests = control.prefetch(self._buckets, connection.rendezvous, version=str(version), seconds=seconds)
+        fetching = control.prefetch(self._buckets, connection.rendezvous, version=str(version), seconds=seconds)
+        # The plugin makes vLLM's own form of it in the same thread: publishing takes no longer than it must.
+        peft = self.ranks.plan.peft
+        requests = [replace(each, body={**(json_object(each.body) or {}), "peft": peft}) for each in fetching]
         async with beside(self.calls.client.run(endpoint, requests, timeout=seconds + self.calls.deadline)) as (come,):
             await asyncio.wait((come, sending), return_when=asyncio.FIRST_COMPLETED)
             if not come.done():

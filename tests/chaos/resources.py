@@ -24,6 +24,8 @@ GROWTH = {"memory": 0.02, "descriptors": 0.1, "threads": 0.1}
 """What may be added, as a share: see `growth`."""
 FEWEST = 50
 TENTHS = 10
+SETTLES = 5.0
+"""Seconds after a run's end in which its last sockets and threads may go."""
 
 
 def open_descriptors() -> set[str]:
@@ -50,9 +52,14 @@ def leftovers() -> Iterator[Path]:
             files = sorted(path.name for path in base.iterdir())
     finally:
         shutil.rmtree(base, ignore_errors=True)
-    gc.collect()
-    more = {name for name in open_descriptors() - descriptors if name.startswith(("socket:", "pipe:"))}
-    alive = {thread.name for thread in threading.enumerate() if thread not in threads}
+    ends = time.monotonic() + SETTLES  # a handler that has just answered still closes its socket
+    while True:
+        gc.collect()
+        more = {name for name in open_descriptors() - descriptors if name.startswith(("socket:", "pipe:"))}
+        alive = {thread.name for thread in threading.enumerate() if thread not in threads}
+        if not (more or alive) or time.monotonic() > ends:
+            break
+        time.sleep(0.1)
     if more or alive or files:
         raise Violation(f"left when the run has ended: {sorted(more)}, threads {sorted(alive)}, files {files}")
 

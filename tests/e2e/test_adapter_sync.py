@@ -23,7 +23,7 @@ from rltool.config.sections import LoraConfig
 from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
-from rltool.engines.plugin.adapters import take
+from rltool.engines.plugin.adapters import build, take
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
@@ -151,33 +151,47 @@ def test_a_name_has_values_of_its_own_in_the_prefix_cache_and_a_server_refuses_i
 
 
 def test_tensors_that_are_loaded_twice_are_scaled_once_each_time_and_unknown_ones_are_refused():
-    """vLLM multiplies B in place when it takes an adapter."""
+    """vLLM multiplies B in place when it takes an adapter, and ignores names that it does not know. Of a model with
+    experts as well, and of a pipeline stage the layers of the others are let pass."""
     from vllm.config.lora import LoRAConfig
+    from vllm.model_executor.models.utils import PPMissingLayer
 
     taken: list[Any] = []
 
     def add(lora: Any) -> None:
         taken.append({name: layer.optimize().lora_b for name, layer in lora.loras.items()})
 
+    layer = "model.layers.0."
+    packed = {
+        f"{layer}self_attn.qkv_proj": [f"{layer}self_attn.{letter}_proj" for letter in "qkv"],
+        f"{layer}mlp.experts": [f"{layer}mlp.experts.{expert}.up_proj" for expert in range(2)],
+    }
     adapters = SimpleNamespace(
-        model=torch.nn.Module(), supported_lora_modules=["qkv_proj"], add_adapter=add,
-        packed_modules_mapping={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
-        activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None,
+        model=torch.nn.Sequential(), modules={**packed, f"{layer}self_attn.o_proj": None}, packed_modules=packed,
+        add_adapter=add, activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None,
     )  # fmt: skip
     config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.float32)
     manager = SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64)
     peft = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
 
     def flat(module: str) -> tuple[Bucket, torch.Tensor]:
-        names = [f"base_model.model.model.layers.0.{module}.lora_{letter}.weight" for letter in "AB"]
+        names = [f"base_model.model.model.layers.{module}.lora_{letter}.weight" for letter in "AB"]
         tensors = dict(zip(names, (torch.ones(2, 3), torch.ones(4, 2)), strict=True))
         bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
         return bucket, flat_bytes(tensors, bucket)
 
-    sent = flat("self_attn.q_proj")
+    sent = flat("0.self_attn.q_proj")
     for lora_id in (1, 2):
-        take(manager, [sent], lora_id, peft)
+        take(manager, build(manager, [sent], peft), lora_id)
         [b] = taken[-1].values()
         assert torch.equal(b, torch.full((4, 2), 4.0)), "alpha / rank, once"
+    for module in ("0.self_attn.o_proj", "0.mlp.experts.1.up_proj"):
+        build(manager, [flat(module)], peft)
+    unknown = ("mlp.unheard_of", "self_attn.qkv_proj", "mlp.experts.2.up_proj", "mlp.experts")
+    for module in ("1.self_attn.q_proj", *(f"0.{name}" for name in unknown)):
+        with pytest.raises(WeightUpdateError, match=f"no adapter for model.layers.{module}$"):
+            build(manager, [sent, flat(module)], peft)
+    adapters.model.append(PPMissingLayer())
+    build(manager, [flat("1.self_attn.q_proj")], peft)
     with pytest.raises(WeightUpdateError, match="no adapter for"):
-        take(manager, [flat("mlp.unheard_of")], 3, peft)
+        build(manager, [flat("1.mlp.unheard_of")], peft)

@@ -116,6 +116,30 @@ def hung_up(client, engine) -> float:
     pytest.fail("the model has always ended")
 
 
+def test_a_stream_that_is_cancelled_is_recorded_with_the_model_s_log_probabilities(run, engine, model_dir):
+    directory, _ = run
+    gateway = json.loads((directory / "state" / "gateway.json").read_text())["url"]
+    bearer = {"Authorization": f"Bearer {(directory / 'state' / 'gateway.key').read_text()}"}
+    session = requests.post(f"{gateway}/sessions", headers=bearer, timeout=30).json()
+    with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as gpt:
+        for _ in range(ATTEMPTS):  # the model may end by itself before that
+            before = metric(engine, "generation_tokens_total")
+            stream = gpt.completions.create(model="policy", prompt="zyx" * 9, max_tokens=LONG, stream=True)
+            said = "".join(next(stream).choices[0].text for _ in range(3))
+            stream.close()
+            while metric(engine, "num_requests_running"):
+                time.sleep(0.05)
+            record = requests.get(f"{gateway}/sessions/{session['id']}", headers=bearer, timeout=30).json()
+            if record["turns"] and record["turns"][-1]["left_out"]:
+                break
+    assert metric(engine, "generation_tokens_total") - before < LONG
+    assert record["turns"][-1]["raw_reply"].startswith(said)
+    last = record["trajectories"][-1]
+    assert 3 <= sum(last["loss_mask"]) < LONG
+    assert sum(span["end"] - span["start"] for span in last["versions"]) == sum(last["loss_mask"])
+    assert largest_difference(model_dir, last) < 1e-5
+
+
 def test_every_api_records_the_model_s_log_probabilities_and_a_client_that_hangs_up_ends_its_turn(
     run, engine, model_dir
 ):

@@ -9,32 +9,55 @@ import json
 import re
 from typing import Any
 
-from rltool.chat.parsers.parsed import Call, Parsed
+from rltool.chat.parsers.parsed import Call, Parsed, without_begun
 
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _OPEN, _CLOSE = "<think>", "</think>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
 
 
-def parse(text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
-    """tools: whether the agent has declared any; without, tags are text. reasoning_open: the prompt ended in `<think>`.
+class Hermes:
+    """See Parser."""
 
-    Reasoning that was cut has no end, and is all there is. What stands between the tags and is no call (not JSON, no
-    name) stays in the text: the agent sees what the model wrote.
-    """
-    reasoning, rest = _split_reasoning(text, reasoning_open)
-    if not tools:
-        return Parsed(rest, reasoning)
-    calls: list[Call] = []
+    def parse(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
+        """Without tools their tags are text.
 
-    def take(match: re.Match[str]) -> str:
-        call = _call(match[1])
-        if call is None:
-            return match[0]
-        calls.append(call)
-        return ""
+        Reasoning that was cut has no end, and is all there is. What stands between the tags and is no call (not JSON,
+        no name) stays in the text: the agent sees what the model wrote.
+        """
+        reasoning, rest = _split_reasoning(text, reasoning_open)
+        if not tools:
+            return Parsed(rest, reasoning)
+        calls: list[Call] = []
 
-    remaining = _TOOL_CALL.sub(take, rest)
-    return Parsed(remaining.strip() if calls else remaining, reasoning, tuple(calls))
+        def take(match: re.Match[str]) -> str:
+            call = _call(match[1])
+            if call is None:
+                return match[0]
+            calls.append(call)
+            return ""
+
+        remaining = _TOOL_CALL.sub(take, rest)
+        # White space before the text stays: a stream has sent it before it knows of any call.
+        return Parsed(remaining.rstrip() if calls else remaining, reasoning, tuple(calls))
+
+    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+        begun, at = text.lstrip(), 0
+        if _OPEN.startswith(begun):
+            return ""
+        if begun.startswith(_OPEN) or reasoning_open:
+            end = text.find(_CLOSE)
+            if end < 0:
+                return without_begun(text, (_CLOSE,))
+            at = end + len(_CLOSE)
+        if not tools:
+            return text
+        while (begin := text.find(_CALL, at)) >= 0:
+            end = text.find(_CALL_END, begin)
+            if end < 0:
+                return text[:begin].rstrip()
+            at = end + len(_CALL_END)
+        return without_begun(text, (_CALL,), at).rstrip()
 
 
 def _split_reasoning(text: str, reasoning_open: bool) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,9 +21,32 @@ class Parsed:
 
 
 class Parser(Protocol):
-    def __call__(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed: ...
+    """One format."""
+
+    def parse(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
+        """tools: whether the agent has declared any; reasoning_open: the prompt has begun the reasoning itself."""
+        ...
+
+    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+        """The beginning of a text that is still being written, as much of it as what follows cannot change: what
+        `parse` finds in it is the beginning of what it will find in the whole."""
+        ...
 
 
-def plain(text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
+class Plain:
     """For models without a format: all is text."""
-    return Parsed(text)
+
+    def parse(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
+        return Parsed(text)
+
+    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+        return text
+
+
+def without_begun(text: str, marks: Sequence[str], start: int = 0) -> str:
+    """`text` without an end, behind `start`, that may be the beginning of one of `marks`."""
+    longest = max(map(len, marks), default=1)
+    for at in range(max(start, len(text) - longest + 1), len(text)):
+        if any(mark.startswith(text[at:]) for mark in marks):
+            return text[:at]
+    return text

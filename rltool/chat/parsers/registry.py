@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rltool.chat.parsers import hermes
-from rltool.chat.parsers.parsed import Parser, plain
+from rltool.chat.parsers.hermes import Hermes
+from rltool.chat.parsers.parsed import Parser, Plain
 
-PARSERS: dict[str, Parser] = {"hermes": hermes.parse, "none": plain}
+PARSERS: dict[str, Parser] = {"hermes": Hermes(), "none": Plain()}

@@ -26,6 +26,7 @@ from rltool.engines.types import (
     HttpRequest,
     TokenScores,
 )
+from rltool.errors import EngineError
 
 PauseMode = Literal["keep", "wait", "abort"]
 SleepLevel = Literal[1, 2]
@@ -107,6 +108,16 @@ class Generates(Protocol):
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         """Exactly request.n completions, or EngineError / MissingLogprobs."""
         ...
+
+    def stream(self, request: GenerateRequest) -> HttpRequest | None:
+        """What yields one sample as server-sent events, for `parse_event`; None where this kind of server, or this
+        request, has none."""
+        return None
+
+    def parse_event(self, event: Any) -> Completion:
+        """What an event brings: its tokens and log-probabilities alone, and the versions of all tokens so far where the
+        server says them; finish_reason "abort" where it is not the last. EngineError or MissingLogprobs."""
+        raise EngineError("this kind of server is not asked for streams")
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
         """The ids under which the HTTP requests of `generate` run at an engine, also behind a router: what `abort`

@@ -112,6 +112,21 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
             body["model"] = request.adapter
         return HttpRequest("POST", self.generate_path, body)
 
+    def stream(self, request: GenerateRequest) -> HttpRequest | None:
+        if request.n > 1 or request.routing is not None or request.sampling.return_sampling_mask:
+            return None
+        http = self._generate_chunk(request, 0, 1)
+        return replace(http, body=http.body | {"stream": True})
+
+    def parse_event(self, event: Any) -> Completion:
+        if "error" in event:
+            raise EngineError(f"{self.generate_path} failed within a stream: {event['error']}")
+        [choice] = event["choices"]
+        choice = choice | {"finish_reason": choice.get("finish_reason") or "abort"}
+        # A server with an earlier plugin streams in vLLM's own form.
+        of_plugin = isinstance(choice["token_ids"], str)
+        return self.parse_choice(choice, False) if of_plugin else parse_choice(choice, False)
+
     def request_ids(self, request: GenerateRequest) -> list[str]:
         return [_request_id(request, start) for start, _ in sample_chunks(request)]
 

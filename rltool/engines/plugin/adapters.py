@@ -9,18 +9,20 @@ that requests run with is not dropped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
-
 from rltool.engines.plugin.loading import WeightUpdateError
+from rltool.engines.plugin.prefetch import Buckets
 from rltool.engines.plugin.workers import ask_workers, failure_in
 from rltool.engines.transfer import wire
-from rltool.engines.types import Bucket
 
 PUBLISH_PATH = "/rltool/publish_adapter"
 DROP_PATH = "/rltool/drop_adapter"
+PLACEHOLDER_ID = 1
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""Of a layer or an expert."""
 
 
 async def publish_adapter(state: Any, body: Any) -> tuple[int, dict[str, Any]]:
@@ -71,29 +73,52 @@ async def drop_adapter(state: Any, body: Any) -> tuple[int, dict[str, Any]]:
     return 200, {"name": name}
 
 
-def take(manager: Any, buckets: Iterable[tuple[Bucket, torch.Tensor]], lora_id: int, peft: Mapping[str, Any]) -> None:
-    """Put it among a worker's adapters. manager: vLLM's WorkerLoRAManager; buckets: [bytes] uint8 each.
-    WeightUpdateError where the model has no use for a tensor."""
+def build(manager: Any, buckets: Buckets, peft: Mapping[str, Any]) -> Any:
+    """vLLM's LoRAModel, still without an id. Nothing that generation uses is touched, so any thread may do it.
+
+    manager: vLLM's WorkerLoRAManager; buckets: [bytes] uint8 each. WeightUpdateError where the model has no use for a
+    tensor: vLLM ignores those that are given to it in memory, and would sample as if there were no such adapter."""
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
     adapters, config = manager._adapter_manager, manager.lora_config
     helper = PEFTHelper.from_dict(dict(peft))
     helper.validate_legal(config)
-    # vLLM multiplies B with alpha / rank in place: what it is given must not be what is sent again.
-    tensors = {name: part.clone() for bucket, flat in buckets for name, part in wire.split_flat(flat, bucket)}
+    # Copies: vLLM multiplies B with alpha / rank in place, and what it is given is sent, or patched, again.
+    tensors = {
+        name: part.to(config.lora_dtype, copy=True) for bucket, flat in buckets
+        for name, part in wire.split_flat(flat, bucket)
+    }  # fmt: skip
     model = adapters.model
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     lora = LoRAModel.from_lora_tensors(
-        lora_id, tensors, helper, device="cpu", dtype=config.lora_dtype, model_vocab_size=manager.vocab_size,
+        PLACEHOLDER_ID, tensors, helper, device="cpu", dtype=config.lora_dtype, model_vocab_size=manager.vocab_size,
         weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
         skip_prefixes=getattr(model, "lora_skip_prefixes", None),
     )  # fmt: skip
-    packed = adapters.packed_modules_mapping
-    known = {part for name in adapters.supported_lora_modules for part in packed.get(name, [name])}
-    unused = sorted(name for name in lora.loras if name.rpartition(".")[2] not in known)
-    if unused and "experts" not in adapters.supported_lora_modules:
-        raise WeightUpdateError(f"the model of this engine has no adapter for {unused[0]}")
+    unused = _unused(adapters, lora.loras)
+    if unused:
+        raise WeightUpdateError(f"the model of this engine has no adapter for {', '.join(unused[:3])}")
     adapters._validate_moe_lora_format(lora)
-    adapters.add_adapter(lora)
-    adapters.activate_adapter(lora.id)
+    return lora
+
+
+def take(manager: Any, lora: Any, lora_id: int) -> None:
+    """Put what `build` made among a worker's adapters: between two of the engine's steps."""
+    lora.id = lora_id
+    manager._adapter_manager.add_adapter(lora)
+    manager._adapter_manager.activate_adapter(lora_id)
+
+
+def _unused(adapters: Any, names: Iterable[str]) -> list[str]:
+    """Modules that no layer of this worker takes an adapter for: layers of another pipeline stage are let pass, by what
+    the same place of other layers takes."""
+    from vllm.model_executor.models.utils import PPMissingLayer
+
+    known = {*adapters.modules} - {*adapters.packed_modules}
+    known |= {part for parts in adapters.packed_modules.values() for part in parts}
+    unused = sorted({*names} - known)
+    if any(isinstance(module, PPMissingLayer) for module in adapters.model.modules()):
+        places = {NUMBER.sub("*", name) for name in known}
+        unused = [name for name in unused if NUMBER.sub("*", name) not in places]
+    return unused

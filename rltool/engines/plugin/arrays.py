@@ -10,6 +10,7 @@ Everything but the reply stays vLLM's: its checks of the request, its errors, an
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -40,11 +41,43 @@ class ArrayServing(ServingTokens):
     """Replaces ServingTokens (by class, on the living object); requests without the mark get vLLM's own replies."""
 
     async def serve_tokens(self, request: Any, raw_request: Any = None) -> Any:
-        wanted = raw_request is not None and bool(raw_request.scope.get(MARK)) and not request.stream
+        wanted = raw_request is not None and bool(raw_request.scope.get(MARK))
         _wanted.set(wanted)
         if wanted:
             request.sampling_params.flat_logprobs = True
         return await super().serve_tokens(request, raw_request)
+
+    def serve_tokens_stream_generator(
+        self,
+        request: Any,
+        result_generator: AsyncGenerator[Any, None],
+        request_id: str,
+        model_name: str,
+        request_metadata: Any,
+    ) -> AsyncGenerator[str, None]:
+        if not _wanted.get():  # the generator itself may run in another context
+            return super().serve_tokens_stream_generator(
+                request, result_generator, request_id, model_name, request_metadata
+            )
+        return self._array_events(result_generator, request_id)
+
+    async def _array_events(
+        self, result_generator: AsyncGenerator[Any, None], request_id: str
+    ) -> AsyncGenerator[str, None]:
+        """Of one sample: choices as in the whole reply, with its new tokens alone, the versions of all so far, and a
+        finish_reason in the last."""
+        try:
+            async for result in result_generator:
+                for output in result.outputs:
+                    self._raise_if_error(output.finish_reason, request_id)
+                    choice = array_choice(output)
+                    if output.finish_reason is None:
+                        choice["finish_reason"] = None
+                        choice["weight_versions"] = versions_so_far(self.engine_client, request_id)
+                    yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+        except Exception as error:  # the status has been sent
+            yield f"data: {json.dumps({'error': f'{type(error).__name__}: {error}'})}\n\n"
+        yield "data: [DONE]\n\n"
 
     async def serve_tokens_full_generator(
         self,
@@ -78,6 +111,18 @@ class ArrayServing(ServingTokens):
             "usage": usage,
         }
         return ArrayReply.model_construct(content=content)
+
+
+def versions_so_far(engine_client: Any, request_id: str) -> list[dict[str, Any]]:
+    """Spans of a request that runs, which vLLM itself tells at its end alone; [] where this version of vLLM keeps them
+    elsewhere."""
+    try:
+        processor = engine_client.output_processor
+        [internal] = processor.external_req_ids[request_id]
+        spans = processor.request_states[internal]._weight_version_spans() or ()
+    except (AttributeError, LookupError, ValueError):  # or the request has ended meanwhile: its end tells them
+        return []
+    return [{"version": span.version, "start": span.start, "end": span.end} for span in spans]
 
 
 def array_choice(output: Any, *, with_mask: bool = False) -> dict[str, Any]:

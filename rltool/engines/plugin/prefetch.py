@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 Buckets = Iterable[tuple[Bucket, Tensor]]
 """(tensors, their bytes as [bytes] uint8) of all weights."""
+Prepare = Callable[[Buckets], object]
+"""What is made of them in the same thread."""
 
 
 class NotFetched(RuntimeError):
@@ -33,12 +35,15 @@ class NotFetched(RuntimeError):
 
 @dataclass(eq=False)
 class _Fetch:
-    """One version on its way. buckets: what came; error: why it did not come. To be read once `done` is set."""
+    """One version on its way. buckets: what came; prepared: what was made of them; error: why it did not come. To be
+    read once `done` is set."""
 
     version: str
     seconds: float
+    prepare: Prepare | None = None
     done: threading.Event = field(default_factory=threading.Event)
     buckets: Sequence[tuple[Bucket, Tensor]] = ()
+    prepared: object = None
     error: str | None = None
 
 
@@ -52,15 +57,17 @@ class Prefetcher:
         self._copy = MemoryCopy(pin=pin)
         self._fetch: _Fetch | None = None
 
-    def fetch(self, store: str, version: str, seconds: float) -> None:
+    def fetch(self, store: str, version: str, seconds: float, prepare: Prepare | None = None) -> None:
         """From a store, within this many seconds. Raises NotFetched while another version comes."""
-        self._rebuild(lambda copy: bring(copy, open_store(store), version, seconds=seconds), version, seconds)
+        self._rebuild(lambda copy: bring(copy, open_store(store), version, seconds=seconds), version, seconds, prepare)
 
     def take(self, source: Receive, buckets: Sequence[Bucket], version: str, seconds: float) -> None:
         """From the trainer, as messages. Raises NotFetched while another version comes."""
         self._rebuild(lambda copy: take(copy, source, buckets, version), version, seconds)
 
-    def _rebuild(self, act: Callable[[MemoryCopy], Rebuilt], version: str, seconds: float) -> None:
+    def _rebuild(
+        self, act: Callable[[MemoryCopy], Rebuilt], version: str, seconds: float, prepare: Prepare | None = None
+    ) -> None:
         copy = self._copy
 
         def rebuilt() -> Buckets:
@@ -69,16 +76,18 @@ class Prefetcher:
             logger.info("got weights %s: %s, %d bytes in %.3f s", version, kind, got.bytes, got.seconds)
             return copy.buckets()
 
-        self.receive(rebuilt, version, seconds)
+        self.receive(rebuilt, version, seconds, prepare)
 
-    def receive(self, source: Callable[[], Buckets], version: str, seconds: float) -> None:
+    def receive(
+        self, source: Callable[[], Buckets], version: str, seconds: float, prepare: Prepare | None = None
+    ) -> None:
         """What `source` gives; it ends by itself. Raises NotFetched while another version comes."""
         fetch = self._fetch
         if fetch is not None and not fetch.done.is_set():
             if fetch.version == version:
                 return
             raise NotFetched(f"weights {fetch.version} are still on their way; {version} has to wait for them")
-        self._fetch = _Fetch(version, seconds)
+        self._fetch = _Fetch(version, seconds, prepare)
         threading.Thread(target=_run, args=(self._fetch, source), name=f"weights {version}", daemon=True).start()
 
     def fetched(self, version: str) -> bool:
@@ -102,6 +111,10 @@ class Prefetcher:
                 raise NotFetched(f"weights {version} did not come within {fetch.seconds:g} s")
         return fetch.buckets
 
+    def prepared(self, version: str) -> object:
+        """What was made of it, None where nothing was to be; after `buckets`."""
+        return self._fetch.prepared if self._fetch is not None and self._fetch.version == version else None
+
     def forget(self) -> None:
         """What was received is freed, what is on its way is dropped; the copy stays, if nothing is on its way into
         it."""
@@ -113,6 +126,8 @@ class Prefetcher:
 def _run(fetch: _Fetch, source: Callable[[], Buckets]) -> None:
     try:
         fetch.buckets = list(source())
+        if fetch.prepare is not None:
+            fetch.prepared = fetch.prepare(fetch.buckets)
     except Exception as error:  # every waiter gets it
         fetch.error = f"{type(error).__name__}: {error}"
         logger.warning("weights %s did not come: %s", fetch.version, fetch.error)

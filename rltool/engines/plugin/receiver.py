@@ -29,7 +29,7 @@ from rltool.engines.plugin.channels import (
     receive_bytes,
 )
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
-from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
+from rltool.engines.plugin.prefetch import NotFetched, Prefetcher, Prepare
 from rltool.engines.transfer import ipc
 from rltool.engines.types import Bucket, TensorMeta
 
@@ -144,11 +144,13 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._channel = IpcChannel(init_info.handles, ipc.gpu_uuid(self.device), self.device)
         self._transport = init_info.transport
 
-    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
-        """Begin to get `version` beside generation: from the store of this address, or as the trainer announces it.
-        Raises NotFetched."""
+    def prefetch(
+        self, version: str, seconds: float, source: str | dict[str, Any], prepare: Prepare | None = None
+    ) -> None:
+        """Begin to get `version` beside generation: from the store of this address, or as the trainer announces it;
+        `prepare` is done with it there. Raises NotFetched."""
         if isinstance(source, str):
-            self.prefetcher.fetch(source, version, seconds)
+            self.prefetcher.fetch(source, version, seconds, prepare)
             return
         info, channel = self.parse_update_info(source), self._channel
         buckets = info.buckets()
@@ -162,7 +164,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             with closing(channel.receive(buckets)) as arriving:
                 yield from arriving
 
-        self.prefetcher.receive(received, version, seconds)
+        self.prefetcher.receive(received, version, seconds, prepare)
 
     def start_weight_update(self) -> None:
         if self._transport is None:

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rltool.engines.plugin.prefetch import Buckets
 
 logger = logging.getLogger(__name__)
 
@@ -41,13 +45,21 @@ class WeightUpdateRecovery:
         engine.reset_weight_update_target()
         return getattr(engine, "changed", was_active)
 
-    def rltool_prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> str:
-        """Begin to get `version` in the background, from the store of this address, or as it is announced. Returns why
-        it cannot, or ""."""
+    def rltool_prefetch(
+        self, version: str, seconds: float, source: str | dict[str, Any], peft: dict[str, Any] | None = None
+    ) -> str:
+        """Begin to get `version` in the background, from the store of this address, or as it is announced; with peft it
+        is an adapter. Returns why it cannot, or ""."""
         engine = self.weight_transfer_engine
         if not hasattr(engine, "prefetch"):
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
-        return _failure_of(lambda: engine.prefetch(version, seconds, source))
+        prepare = None if peft is None else partial(self._rltool_adapter, peft)
+        return _failure_of(lambda: engine.prefetch(version, seconds, source, prepare))
+
+    def _rltool_adapter(self, peft: dict[str, Any], buckets: Buckets) -> Any:
+        from rltool.engines.plugin.adapters import build
+
+        return build(self.model_runner.lora_manager, buckets, peft)
 
     def rltool_update_weights(self, update_info: dict[str, Any]) -> str:
         """An update up to its finish. Returns why it failed, or ""."""
@@ -89,7 +101,9 @@ class WeightUpdateRecovery:
             from rltool.engines.plugin.adapters import take
 
             prefetcher = self.weight_transfer_engine.prefetcher
-            take(self.model_runner.lora_manager, prefetcher.buckets(version), lora_id, peft)
+            buckets = prefetcher.buckets(version)
+            lora = prefetcher.prepared(version)
+            take(self.model_runner.lora_manager, lora or self._rltool_adapter(peft, buckets), lora_id)
             prefetcher.forget()
 
         return _failure_of(take_it)

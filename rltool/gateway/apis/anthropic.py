@@ -5,7 +5,6 @@ Source: https://platform.claude.com/docs/en/api/messages (and messages-streaming
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -58,20 +57,10 @@ class AnthropicApi:
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        return self._message(answer, list(_blocks(answer)), _stop_reason(answer), answer.reply.sampled_tokens)
+        return _message(answer, list(_blocks(answer)), _stop_reason(answer), answer.reply.sampled_tokens)
 
-    def events(self, answer: Answer) -> Iterator[Event]:
-        yield "message_start", {"type": "message_start", "message": self._message(answer, [], None, 0)}
-        for index, block in enumerate(_blocks(answer)):
-            start, deltas = _as_stream(block)
-            yield "content_block_start", {"type": "content_block_start", "index": index, "content_block": start}
-            for delta in deltas:
-                yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
-            yield "content_block_stop", {"type": "content_block_stop", "index": index}
-        ended = {"stop_reason": _stop_reason(answer), "stop_sequence": _stopped_by(answer)}
-        usage = {"output_tokens": answer.reply.sampled_tokens}
-        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
-        yield "message_stop", {"type": "message_stop"}
+    def stream(self) -> AnthropicStream:
+        return AnthropicStream()
 
     def ping(self) -> bytes:
         return b'event: ping\ndata: {"type": "ping"}\n\n'
@@ -85,19 +74,79 @@ class AnthropicApi:
     def error_event(self, error: RequestError) -> Event:
         return "error", self.error(error)
 
-    def _message(
-        self, answer: Answer, content: list[dict[str, Any]], stop_reason: str | None, output_tokens: int
-    ) -> dict[str, Any]:
-        return {
-            "id": f"msg_{answer.id}",
-            "type": "message",
-            "role": "assistant",
-            "model": answer.model,
-            "content": content,
-            "stop_reason": stop_reason,
-            "stop_sequence": _stopped_by(answer) if stop_reason else None,
-            "usage": {"input_tokens": answer.reply.prompt_tokens, "output_tokens": output_tokens},
-        }
+
+class AnthropicStream:
+    """See rltool.gateway.apis.base.EventStream. A tool's block comes when it is whole."""
+
+    def __init__(self) -> None:
+        self._sent, self._blocks, self._open = base.NOTHING, 0, ""
+
+    def begin(self, answer: Answer) -> Iterator[Event]:
+        yield "message_start", {"type": "message_start", "message": _message(answer, [], None, 0)}
+
+    def more(self, answer: Answer) -> Iterator[Event]:
+        said, sent = answer.reply.message, self._sent
+        self._sent = said
+        thought = base.new_text(said.reasoning, sent.reasoning)
+        if thought and answer.asked.reasoning:
+            yield from self._opened("thinking", {"type": "thinking", "thinking": "", "signature": ""})
+            yield self._delta({"type": "thinking_delta", "thinking": thought})
+        if text := base.new_text(said.text, sent.text):
+            yield from self._text(text)
+        for call in said.tool_calls[len(sent.tool_calls) :]:
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            yield from self._opened("tool_use", block, anew=True)
+            yield self._delta({"type": "input_json_delta", "partial_json": call.arguments_json()})
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        yield from self.more(answer)
+        if not answer.reply.message.text and not answer.reply.message.tool_calls:
+            yield from self._text("")
+        yield from self._closed()
+        ended = {"stop_reason": _stop_reason(answer), "stop_sequence": _stopped_by(answer)}
+        usage = {"output_tokens": answer.reply.sampled_tokens}
+        yield "message_delta", {"type": "message_delta", "delta": ended, "usage": usage}
+        yield "message_stop", {"type": "message_stop"}
+
+    def _text(self, text: str) -> Iterator[Event]:
+        yield from self._opened("text", {"type": "text", "text": ""})
+        yield self._delta({"type": "text_delta", "text": text})
+
+    def _opened(self, kind: str, block: dict[str, Any], *, anew: bool = False) -> Iterator[Event]:
+        """The block that is open is of this kind."""
+        if self._open == kind and not anew:
+            return
+        yield from self._closed()
+        self._open = kind
+        start = {"type": "content_block_start", "index": self._blocks, "content_block": block}
+        yield "content_block_start", start
+
+    def _closed(self) -> Iterator[Event]:
+        if not self._open:
+            return
+        if self._open == "thinking":
+            yield self._delta({"type": "signature_delta", "signature": ""})
+        yield "content_block_stop", {"type": "content_block_stop", "index": self._blocks}
+        self._open = ""
+        self._blocks += 1
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return "content_block_delta", {"type": "content_block_delta", "index": self._blocks, "delta": delta}
+
+
+def _message(
+    answer: Answer, content: list[dict[str, Any]], stop_reason: str | None, output_tokens: int
+) -> dict[str, Any]:
+    return {
+        "id": f"msg_{answer.id}",
+        "type": "message",
+        "role": "assistant",
+        "model": answer.model,
+        "content": content,
+        "stop_reason": stop_reason,
+        "stop_sequence": _stopped_by(answer) if stop_reason else None,
+        "usage": {"input_tokens": answer.reply.prompt_tokens, "output_tokens": output_tokens},
+    }
 
 
 def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
@@ -108,22 +157,6 @@ def _blocks(answer: Answer) -> Iterator[dict[str, Any]]:
         yield {"type": "text", "text": message.text}
     for call in message.tool_calls:
         yield {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)}
-
-
-def _as_stream(block: dict[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A block without its content, and the deltas that bring it."""
-    match block["type"]:
-        case "thinking":
-            deltas = [
-                {"type": "thinking_delta", "thinking": block["thinking"]},
-                {"type": "signature_delta", "signature": ""},
-            ]
-            return block | {"thinking": ""}, deltas
-        case "text":
-            return block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
-        case _:
-            sent = json.dumps(block["input"], ensure_ascii=False)
-            return block | {"input": {}}, [{"type": "input_json_delta", "partial_json": sent}]
 
 
 def _stop_reason(answer: Answer) -> str:

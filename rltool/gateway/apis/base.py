@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltool.chat.conversation import Conversation, RawPrompt, Reply
+from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
 from rltool.engines.types import TEXT_ALONE
 from rltool.gateway.errors import BadRequest, RequestError
 from rltool.gateway.sampling import ApiName
@@ -43,6 +43,19 @@ Event = tuple[str | None, Mapping[str, Any] | str]
 """One server-sent event: its name, if the API has names, and its data."""
 
 
+class EventStream(Protocol):
+    """A streamed answer: `begin` once, `more` any number of times, `end` with the whole. Each answer's message, raw
+    text and log-probabilities begin with those of the one before."""
+
+    def begin(self, answer: Answer) -> Iterator[Event]: ...
+
+    def more(self, answer: Answer) -> Iterator[Event]: ...
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        """With what `more` has not had."""
+        ...
+
+
 class Api(Protocol):
     """name: as in gateway/sampling.py, which says what becomes of each field of a body."""
 
@@ -54,8 +67,8 @@ class Api(Protocol):
 
     def body(self, answer: Answer) -> dict[str, Any]: ...
 
-    def events(self, answer: Answer) -> Iterator[Event]:
-        """The same as a stream."""
+    def stream(self) -> EventStream:
+        """The events of one answer."""
         ...
 
     def ping(self) -> bytes:
@@ -69,6 +82,13 @@ class Api(Protocol):
         ...
 
 
+def new_text(whole: str, sent: str) -> str:
+    """What is to be sent yet. A text that does not go on from what was sent has been written otherwise since (a
+    tokenizer whose tokens change the text before them): nothing of it is sent twice."""
+    return whole[len(sent) :] if whole.startswith(sent) else ""
+
+
+NOTHING = Message("assistant", "")
 MOST_STOPS = 16
 PING_COMMENT = b": waiting\n\n"
 """A comment line, which every reader of server-sent events skips."""

@@ -52,30 +52,8 @@ class ChatApi:
         choice["finish_reason"] = finish_reason(answer.reply)
         return _envelope(answer, "chat.completion", [choice]) | {"usage": usage(answer.reply)}
 
-    def events(self, answer: Answer) -> Iterator[Event]:
-        said = answer.reply.message
-
-        def chunk(delta: dict[str, Any], finish: str | None = None) -> Event:
-            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-            return None, _envelope(answer, "chat.completion.chunk", [choice])
-
-        first, data = chunk({"role": "assistant", "content": ""})
-        assert isinstance(data, dict)
-        data["choices"][0]["logprobs"] = _logprobs(answer)
-        yield first, data
-        if said.reasoning:
-            yield chunk({"reasoning_content": said.reasoning})
-        if said.text:
-            yield chunk({"content": said.text})
-        for index, call in enumerate(said.tool_calls):
-            whole = _call(call)
-            started = whole | {"function": {"name": call.name, "arguments": ""}}
-            yield chunk({"tool_calls": [{"index": index, **started}]})
-            yield chunk({"tool_calls": [{"index": index, "function": {"arguments": call.arguments_json()}}]})
-        yield chunk({}, finish_reason(answer.reply))
-        if answer.asked.include_usage:
-            yield None, _envelope(answer, "chat.completion.chunk", []) | {"usage": usage(answer.reply)}
-        yield None, "[DONE]"
+    def stream(self) -> ChatStream:
+        return ChatStream()
 
     def ping(self) -> bytes:
         return base.PING_COMMENT
@@ -87,16 +65,53 @@ class ChatApi:
         return None, base.openai_error(error)
 
 
+class ChatStream:
+    """See rltool.gateway.apis.base.EventStream. A tool call comes when it is whole."""
+
+    def __init__(self) -> None:
+        self._sent, self._logprobs = base.NOTHING, 0
+
+    def begin(self, answer: Answer) -> Iterator[Event]:
+        yield self._chunk(answer, {"role": "assistant", "content": ""})
+
+    def more(self, answer: Answer) -> Iterator[Event]:
+        said, sent = answer.reply.message, self._sent
+        self._sent = said
+        if reasoning := base.new_text(said.reasoning, sent.reasoning):
+            yield self._chunk(answer, {"reasoning_content": reasoning})
+        if text := base.new_text(said.text, sent.text):
+            yield self._chunk(answer, {"content": text})
+        for index, call in list(enumerate(said.tool_calls))[len(sent.tool_calls) :]:
+            started = _call(call) | {"function": {"name": call.name, "arguments": ""}}
+            yield self._chunk(answer, {"tool_calls": [{"index": index, **started}]})
+            arguments = {"arguments": call.arguments_json()}
+            yield self._chunk(answer, {"tool_calls": [{"index": index, "function": arguments}]})
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        yield from self.more(answer)
+        yield self._chunk(answer, {}, finish_reason(answer.reply))
+        if answer.asked.include_usage:
+            yield None, _envelope(answer, "chat.completion.chunk", []) | {"usage": usage(answer.reply)}
+        yield None, "[DONE]"
+
+    def _chunk(self, answer: Answer, delta: dict[str, Any], finish: str | None = None) -> Event:
+        """With the log-probabilities that no chunk has had."""
+        logprobs, self._logprobs = _logprobs(answer, self._logprobs), len(answer.reply.logprobs)
+        choice = {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        return None, _envelope(answer, "chat.completion.chunk", [choice])
+
+
 def finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.tool_calls and reply.finish_reason == "stop" else reply.finish_reason
 
 
-def _logprobs(answer: Answer) -> dict[str, Any] | None:
+def _logprobs(answer: Answer, start: int = 0) -> dict[str, Any] | None:
+    """Of tokens from `start` on."""
     if not answer.asked.logprobs:
         return None
     tokens = [
         {"token": said, "logprob": value, "bytes": list(said.encode("utf-8", "surrogatepass")), "top_logprobs": []}
-        for said, value in answer.reply.logprobs
+        for said, value in answer.reply.logprobs[start:]
     ]
     return {"content": tokens, "refusal": None}
 

@@ -36,12 +36,8 @@ class CompletionsApi:
         whole = _envelope(answer, answer.reply.raw, answer.reply.finish_reason)
         return whole | {"usage": usage(answer.reply)}
 
-    def events(self, answer: Answer) -> Iterator[Event]:
-        yield None, _envelope(answer, answer.reply.raw, None)
-        yield None, _envelope(answer, "", answer.reply.finish_reason)
-        if answer.asked.include_usage:
-            yield None, _envelope(answer, "", None) | {"choices": [], "usage": usage(answer.reply)}
-        yield None, "[DONE]"
+    def stream(self) -> CompletionsStream:
+        return CompletionsStream()
 
     def ping(self) -> bytes:
         return base.PING_COMMENT
@@ -51,6 +47,28 @@ class CompletionsApi:
 
     def error_event(self, error: RequestError) -> Event:
         return None, base.openai_error(error)
+
+
+class CompletionsStream:
+    """See rltool.gateway.apis.base.EventStream."""
+
+    def __init__(self) -> None:
+        self._sent = ""
+
+    def begin(self, answer: Answer) -> Iterator[Event]:
+        yield from ()
+
+    def more(self, answer: Answer) -> Iterator[Event]:
+        text, self._sent = base.new_text(answer.reply.raw, self._sent), answer.reply.raw
+        if text:
+            yield None, _envelope(answer, text, None)
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        yield from self.more(answer)
+        yield None, _envelope(answer, "", answer.reply.finish_reason)
+        if answer.asked.include_usage:
+            yield None, _envelope(answer, "", None) | {"choices": [], "usage": usage(answer.reply)}
+        yield None, "[DONE]"
 
 
 def _prompt(prompt: Any) -> str | tuple[int, ...]:

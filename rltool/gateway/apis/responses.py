@@ -6,7 +6,7 @@ responses_stream.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
@@ -39,18 +39,10 @@ class ResponsesApi:
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
-        cut = answer.reply.finish_reason == "length"
-        return envelope(answer, "incomplete" if cut else "completed") | {
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": output_items(answer),
-            "usage": _usage(answer.reply),
-        }
+        return whole(answer, output_items(answer))
 
-    def events(self, answer: Answer) -> Iterator[Event]:
-        whole = self.body(answer)
-        started = envelope(answer, "in_progress") | {"incomplete_details": None, "output": [], "usage": None}
-        for number, event in enumerate(responses_stream.events(started, whole)):
-            yield event["type"], event | {"sequence_number": number}
+    def stream(self) -> ResponsesStream:
+        return ResponsesStream()
 
     def ping(self) -> bytes:
         return base.PING_COMMENT
@@ -61,6 +53,54 @@ class ResponsesApi:
     def error_event(self, error: RequestError) -> Event:
         said = {"code": error.code, "message": str(error), "param": error.field, "sequence_number": 0}
         return "error", {"type": "error", **said}
+
+
+class ResponsesStream:
+    """See rltool.gateway.apis.base.EventStream. A tool call comes when it is whole; text behind one is a further
+    message."""
+
+    def __init__(self) -> None:
+        self._sent, self._writer = base.NOTHING, responses_stream.ItemWriter()
+
+    def begin(self, answer: Answer) -> Iterator[Event]:
+        started = envelope(answer, "in_progress") | {"incomplete_details": None, "output": [], "usage": None}
+        return self._writer.numbered(
+            {"type": name, "response": started} for name in ("response.created", "response.in_progress")
+        )
+
+    def more(self, answer: Answer) -> Iterator[Event]:
+        return self._writer.numbered(self._more(answer))
+
+    def end(self, answer: Answer) -> Iterator[Event]:
+        return self._writer.numbered(self._end(answer))
+
+    def _more(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        said, sent, writer = answer.reply.message, self._sent, self._writer
+        self._sent = said
+        if thought := base.new_text(said.reasoning, sent.reasoning):
+            yield from writer.text(reasoning_item(answer, ""), thought)
+        if text := base.new_text(said.text, sent.text):
+            yield from writer.text(message_item(answer, "", writer.items), text)
+        for index, call in list(enumerate(said.tool_calls))[len(sent.tool_calls) :]:
+            yield from writer.call(call_item(answer, index, call))
+
+    def _end(self, answer: Answer) -> Iterator[dict[str, Any]]:
+        yield from self._more(answer)
+        writer = self._writer
+        if not answer.reply.message.text and not answer.reply.message.tool_calls:
+            yield from writer.text(message_item(answer, "", writer.items), "")
+        yield from writer.close()
+        found = whole(answer, writer.items)
+        yield {"type": f"response.{found['status']}", "response": found}
+
+
+def whole(answer: Answer, output: list[dict[str, Any]]) -> dict[str, Any]:
+    cut = answer.reply.finish_reason == "length"
+    return envelope(answer, "incomplete" if cut else "completed") | {
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "output": output,
+        "usage": _usage(answer.reply),
+    }
 
 
 def envelope(answer: Answer, status: str) -> dict[str, Any]:
@@ -81,20 +121,31 @@ def envelope(answer: Answer, status: str) -> dict[str, Any]:
 
 
 def output_items(answer: Answer) -> list[dict[str, Any]]:
-    said, status = answer.reply.message, "completed"
+    said = answer.reply.message
     found: list[dict[str, Any]] = []
     if said.reasoning:
-        thought = {"type": "reasoning_text", "text": said.reasoning}
-        found.append({"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": [thought]})
+        found.append(reasoning_item(answer, said.reasoning))
     if said.text or not said.tool_calls:
-        content = [{"type": "output_text", "text": said.text, "annotations": [], "logprobs": []}]
-        found.append(
-            {"id": f"msg_{answer.id}", "type": "message", "role": "assistant", "status": status, "content": content}
-        )
-    for index, call in enumerate(said.tool_calls):
-        called = {"call_id": call.id, "name": call.name, "arguments": call.arguments_json(), "status": status}
-        found.append({"id": f"fc_{answer.id}_{index}", "type": "function_call", **called})
-    return found
+        found.append(message_item(answer, said.text))
+    return found + [call_item(answer, index, call) for index, call in enumerate(said.tool_calls)]
+
+
+def reasoning_item(answer: Answer, text: str) -> dict[str, Any]:
+    thought = {"type": "reasoning_text", "text": text}
+    return {"id": f"rs_{answer.id}", "type": "reasoning", "summary": [], "content": [thought]}
+
+
+def message_item(answer: Answer, text: str, before: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """before: the items of the reply in front of it."""
+    number = sum(item["type"] == "message" for item in before)
+    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
+    own = f"msg_{answer.id}" + (f"_{number}" if number else "")
+    return {"id": own, "type": "message", "role": "assistant", "status": "completed", "content": content}
+
+
+def call_item(answer: Answer, index: int, call: ToolCall) -> dict[str, Any]:
+    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments_json(), "status": "completed"}
+    return {"id": f"fc_{answer.id}_{index}", "type": "function_call", **called}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:

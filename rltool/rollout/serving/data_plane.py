@@ -34,7 +34,7 @@ from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member, State
-from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest, VersionSpan
+from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest, TokenStream, VersionSpan
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside
@@ -81,6 +81,10 @@ def _all_of(completion: Completion, version: WeightVersion) -> Completion:
 
 class _NotItsFault(EngineError):
     """A failure that is not the request's fault: the engine holds the wrong weights."""
+
+
+class BrokenStream(EngineError):
+    """A stream that ended before its time, of whose tokens the client has some, and that cannot be taken up."""
 
 
 class PoisonousRequest(EngineError):
@@ -197,11 +201,17 @@ class DataPlane:
             self._sessions_at[home[0]] -= 1
 
     async def generate(
-        self, request: GenerateRequest, *, group: int | None = None, trace: Trace | None = None
+        self,
+        request: GenerateRequest,
+        *,
+        group: int | None = None,
+        trace: Trace | None = None,
+        stream: TokenStream | None = None,
     ) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
         it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns. trace:
-        filled in while the request is in flight.
+        filled in while the request is in flight. stream: of a request with n = 1, told of its tokens as they come;
+        where an engine fails within it, what has come is returned as an aborted response.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
         with the last failure and the state of every engine.
@@ -215,7 +225,7 @@ class DataPlane:
             kind = "evaluation" if group is None else "rollout"
             attempt = await self._acquire(kind, avoid=avoid, session=request.session)
             try:
-                completions = await self._attempt(attempt, request, group)
+                completions = await self._attempt(attempt, request, group, stream)
                 trace.engine = attempt.endpoint.url
                 return completions
             except EngineRejected:
@@ -229,6 +239,8 @@ class DataPlane:
                 if suspects and all(self._has_worked_since(counted.get(url), url) for url in suspects):
                     failures += 1
                     counted |= dict.fromkeys(suspects, self._clock())
+                if stream is not None and stream.token_ids:
+                    return [self._what_came(attempt, stream, error)]
                 if failures >= POISONOUS_AFTER:
                     self.counts["poisonous_requests"] += 1
                     raise PoisonousRequest(
@@ -343,9 +355,26 @@ class DataPlane:
                 self._granted += 1
                 free -= 1
 
-    async def _attempt(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
+    def _what_came(self, attempt: Attempt, stream: TokenStream, error: EngineError) -> Completion:
+        """Of a stream that `error` has ended: its tokens are with the client, so they cannot be sampled anew."""
+        stream.finish_reason = "abort"
+        came = stream.completion()
+        if sum(span.end - span.start for span in came.versions) != len(came.token_ids):
+            raise BrokenStream(
+                f"a stream broke off after {len(came.token_ids)} tokens, and with which weights they were sampled is "
+                f"not known: {error}"
+            ) from error
+        try:
+            self._judge_versions(attempt, [came], None)
+        except EngineError as refused:
+            raise BrokenStream(f"within a stream: {refused}") from error
+        return came
+
+    async def _attempt(
+        self, attempt: Attempt, request: GenerateRequest, group: int | None, stream: TokenStream | None
+    ) -> list[Completion]:
         """One request to one address, in a task of its own, so that it can be withdrawn."""
-        async with beside(self._send(attempt, request, group)) as (task,):
+        async with beside(self._send(attempt, request, group, stream)) as (task,):
             self._sending[attempt] = task
             try:
                 await asyncio.wait((task,))
@@ -356,14 +385,18 @@ class DataPlane:
             raise kind(f"{attempt.endpoint.url} was taken out of service while it had the request")
         return task.result()
 
-    async def _send(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> list[Completion]:
+    async def _send(
+        self, attempt: Attempt, request: GenerateRequest, group: int | None, stream: TokenStream | None
+    ) -> list[Completion]:
         published = self._judge.published if self._judge else None
         version = self._judge.adapter() if self._judge else None
         if version is not None:  # anew at each attempt: no sequence has tokens of two
             request = replace(request, adapter=adapter_name(version))
+            if stream is not None:
+                stream.version = str(version)
         with self._named(attempt, request, group), self._sampling_with(request.adapter):
             try:
-                completions = await self._generate(attempt, request)
+                completions = await self._generate(attempt, request, stream)
             except EngineRejected as error:
                 if version is None or not lacks_adapter(error, request.adapter):
                     raise
@@ -382,19 +415,31 @@ class DataPlane:
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
         return completions
 
-    async def _generate(self, attempt: Attempt, request: GenerateRequest) -> list[Completion]:
+    async def _generate(
+        self, attempt: Attempt, request: GenerateRequest, stream: TokenStream | None
+    ) -> list[Completion]:
         """Elsewhere is tried next, so one attempt here is enough."""
         engine, prefill = attempt.engine, attempt.prefill
         if engine is None or prefill is None:
+            headers = {ROUTING_KEY_HEADER: request.session} if request.session else None
+            if stream is not None:
+                whole = await self._client.stream(
+                    attempt.endpoint, request, stream, timeout=self._deadline, answered_by=attempt.answered_by,
+                    headers=headers,
+                )  # fmt: skip
+                return [whole]
             return await self._client.generate(
                 attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
-                headers={ROUTING_KEY_HEADER: request.session} if request.session else None,
+                headers=headers,
             )  # fmt: skip
-        return await disaggregation.generate(
+        completions = await disaggregation.generate(
             self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline,
             may_decode=lambda: self._is_unmoved(engine) and self._is_unmoved(prefill),
             version=str(engine.version) if engine.version is not None else None,
         )  # fmt: skip
+        if stream is not None:
+            stream.take(completions[0])
+        return completions
 
     def _is_unmoved(self, engine: Member) -> bool:
         """Whether it has been in the same state since then."""

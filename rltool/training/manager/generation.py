@@ -154,6 +154,7 @@ class Generation:
             top_k=sampling.top_k,
             max_response_tokens=rollout.max_turn_tokens or sampling.max_response_tokens,
             on_sampling=rollout.on_sampling,
+            train_cancelled=rollout.train_cancelled,
             max_turns=rollout.max_turns,
             turn_timeout=self._config.deadlines.generate,
             idle_timeout=2 * self._config.deadlines.agent,

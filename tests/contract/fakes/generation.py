@@ -147,6 +147,17 @@ class Batch:
             self._begin_waiting()
         return Generated(self._states(request, count), request.aborted)
 
+    def hurry(self) -> None:
+        """What is being generated takes no more time."""
+        for request in list(self._requests):
+            request.token_seconds = 0.0
+            request.changed.set()
+
+    def tokens(self, request_id: str) -> int:
+        """What this request has so far; 0 also of one that has ended."""
+        now = time.monotonic()
+        return next((r.tokens(now) for r in self._requests if r.request_id == request_id), 0)
+
     def holds(self, request_id: str) -> bool:
         return any(request.request_id == request_id for request in self._requests)
 

@@ -21,6 +21,12 @@ class ScriptedVllm(FakeVllm):
         said = self.script.popleft() if self.script else self.default
         return list(said[:limit])
 
+    def hurry(self) -> None:
+        """From a test: what is being generated ends at once."""
+        assert self._loop is not None
+        self.seconds = 0.0
+        self._loop.call_soon_threadsafe(self.batch.hurry)
+
     def asked(self) -> list[list[int]]:
         """The prompts of all generation requests so far, in order."""
         return [r.body["token_ids"] for r in self.requests if r.path == "/rltool/generate"]

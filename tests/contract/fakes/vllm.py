@@ -10,6 +10,7 @@ import asyncio
 import base64
 import hashlib
 import itertools
+import json
 import math
 import time
 import uuid
@@ -101,6 +102,7 @@ class FakeVllm(FakeServer):
         self.boot_id = uuid.uuid4().hex
         self.leases = LeaseTable(lambda: time.monotonic() + self.hours_later * 3600)
         self.batch = Batch("default")
+        self._planned: dict[str, list[int]] = {}  # of requests that stream, until their first event
         self._prompts: set[tuple[Any, ...]] = set()  # computed before, each behind the version that did
         self.tensors: dict[str, Any] = {}
         self.of_ranks: list[dict[str, Any]] = [{}]  # what a tensor-parallel rank holds in place of `tensors`
@@ -350,6 +352,8 @@ class FakeVllm(FakeServer):
         return web.json_response(reply, status=status)
 
     async def _generate_arrays(self, recorded: Recorded) -> web.Response:
+        if recorded.body.get("stream"):
+            return await self._stream_arrays(recorded.body)
         status, reply = await self._sample(recorded.body)
         for choice in reply.get("choices", ()):
             content, choice["token_ids"] = choice["logprobs"], arrays.encode(arrays.TOKEN, choice["token_ids"])
@@ -360,6 +364,46 @@ class FakeVllm(FakeServer):
                 if (recorded.body["sampling_params"].get("logprobs") or 0) > 0:
                     choice["sampling_mask"] = _mask_in_arrays(content["content"])
         return web.json_response(reply, status=status)
+
+    async def _stream_arrays(self, body: dict[str, Any]) -> web.Response:
+        sampling = asyncio.ensure_future(self._sample(body))
+        name = f"generate-tokens-{body['request_id']}"
+        try:
+            while name not in self._planned and not sampling.done():
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            sampling.cancel()
+            raise
+        if name not in self._planned:
+            status, reply = sampling.result()
+            return web.json_response(reply, status=status)
+        events = self._events(sampling, name, body["sampling_params"])
+        return web.Response(body=events, content_type="text/event-stream")
+
+    async def _events(self, sampling: asyncio.Future[Any], name: str, parameters: dict[str, Any]) -> Any:
+        """The tokens as they come by the clock, then the end."""
+        planned, sent = self._planned.pop(name), 0
+
+        def event(choice: dict[str, Any], finish: str | None) -> bytes:
+            tokens, content = choice["token_ids"][sent:], choice["logprobs"]
+            values = None if content is None else [entry["logprob"] for entry in content["content"][sent:]]
+            choice = choice | {
+                "token_ids": arrays.encode(arrays.TOKEN, tokens), "finish_reason": finish,
+                "logprobs": None if values is None else arrays.encode(arrays.LOGPROB, values),
+            }  # fmt: skip
+            return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+        try:
+            while not sampling.done():
+                count = self.batch.tokens(name)
+                if count > sent:
+                    yield event(self._choice(0, planned, parameters, [self.version] * count), None)
+                    sent = count
+                await asyncio.sleep(0.001)
+            [choice] = sampling.result()[1]["choices"]
+            yield event(choice, choice["finish_reason"]) + b"data: [DONE]\n\n"
+        finally:
+            sampling.cancel()
 
     async def _sglang_generate(self, recorded: Recorded) -> web.Response:
         try:
@@ -414,6 +458,8 @@ class FakeVllm(FakeServer):
             return _engine_died()
         limit = min(sampling["max_tokens"], self.max_model_len - len(ids))
         planned = [self._plan(i, ids, sampling, limit) for i in range(n - self.wrong_count)]
+        if body.get("stream"):
+            self._planned[f"generate-tokens-{body['request_id']}"] = planned[0]
         generated = await self.batch.generate(
             f"generate-tokens-{body.get('request_id') or uuid.uuid4().hex}",
             length=max(map(len, planned)),
@@ -627,8 +673,8 @@ class FakeVllm(FakeServer):
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
-    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any]) -> None:
-        """As the plugin's receiver does it."""
+    def prefetch(self, version: str, seconds: float, source: str | dict[str, Any], _: object = None) -> None:
+        """As the plugin's receiver does it; what the last argument makes of an adapter is vLLM's."""
         if isinstance(source, str):
             self.prefetcher.fetch(source, version, seconds)
         else:

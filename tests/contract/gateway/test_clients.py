@@ -351,3 +351,45 @@ def test_what_is_refused_is_an_error_of_the_client_that_names_the_parameter(gpt)
         with pytest.raises(openai.BadRequestError) as error:
             gpt.chat.completions.create(**asked, **{name: value})
         assert error.value.param == name
+
+
+# -- tokens reach the client as they are made
+
+
+def heard_early(stream, gateway, session, engine, shown):
+    """Everything that `shown` makes of a stream's events; the first text comes while the engine is at work."""
+    found = []
+    for event in stream:
+        text = shown(event)
+        if text and not any(found):
+            assert gateway.record(session)["turns"] == []
+            engine.hurry()
+        found.append(text or "")
+    return "".join(found)
+
+
+@pytest.mark.parametrize("api", ["chat", "completions", "responses", "anthropic"])
+def test_a_stream_shows_text_before_the_engine_has_ended(gateway, session, gpt, claude, engine, words, api):
+    engine.default = words.spell("hello there, this is the answer")
+    engine.seconds = 1e6  # no token after the first, until it is told to hurry
+    hi = [{"role": "user", "content": "hi"}]
+    match api:
+        case "chat":
+            stream = gpt.chat.completions.create(model="policy", messages=hi, stream=True)
+            said = heard_early(stream, gateway, session, engine, lambda chunk: chunk.choices[0].delta.content)
+        case "completions":
+            stream = gpt.completions.create(model="policy", prompt="hi", stream=True)
+            said = heard_early(stream, gateway, session, engine, lambda chunk: chunk.choices[0].text)
+        case "responses":
+            stream = gpt.responses.create(model="policy", input="hi", stream=True)
+            said = heard_early(
+                stream, gateway, session, engine,
+                lambda event: event.delta if event.type == "response.output_text.delta" else None,
+            )  # fmt: skip
+        case _:
+            with claude.messages.stream(model="policy", max_tokens=500, messages=hi) as stream:
+                said = heard_early(
+                    stream, gateway, session, engine, lambda event: event.text if event.type == "text" else None
+                )
+    assert said == "hello there, this is the answer"
+    assert sampled(one_trajectory(gateway, session, engine)) == engine.default

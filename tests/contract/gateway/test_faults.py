@@ -197,22 +197,64 @@ def test_an_engine_that_dies_in_a_turn_costs_the_agent_nothing(engines, tokenize
     with Gateway(tmp_path, tokenizer_dir, engines) as gateway:
         session = gateway.open()
         one.seconds = 60.0
-        texts = []
-
-        def stream():
-            with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
-                texts.append(
-                    "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**HI, stream=True))
-                )
-
-        agent = threading.Thread(target=stream)
+        replies = []
+        agent = threading.Thread(target=lambda: replies.append(post(gateway, session, json=HI).json()))
         agent.start()
         one.wait_in_flight(1)
         one.die()
         agent.join(30)
-        assert texts == ["two"]
+        assert replies[0]["choices"][0]["message"]["content"] == "two"
         [trajectory] = gateway.record(session)["trajectories"]
         assert sum(trajectory["loss_mask"]) == len(two.default)
+
+
+def test_an_engine_that_dies_within_a_stream_is_followed_by_another_from_there(engines, tokenizer_dir, tmp_path, words):
+    one, two = engines
+    one.default, one.version, two.version = words.spell("a long answer"), "first", "second"
+    one.seconds = 1e6
+    with (
+        Gateway(tmp_path, tokenizer_dir, engines) as gateway,
+        openai.OpenAI(api_key="-", base_url=gateway.url, max_retries=0) as client,
+    ):
+        session = gateway.open()
+        client = client.with_options(api_key=session["key"], base_url=session["openai_base_url"])
+        said = ""
+        for chunk in client.chat.completions.create(**HI, stream=True):
+            text = chunk.choices[0].delta.content or ""
+            if text and not said:  # the first token is here, so it cannot be sampled again
+                one.die()
+            said += text
+        assert said == "atwo"
+        [trajectory] = gateway.record(session)["trajectories"]
+        assert sum(trajectory["loss_mask"]) == 1 + len(two.default)
+        assert [(s["version"], s["end"] - s["start"]) for s in trajectory["versions"]] == [
+            ("first", 1), ("second", len(two.default)),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_an_agent_was_sent_of_a_stream_that_it_cancelled_is_recorded(
+    engine, tokenizer_dir, tmp_path, words, trained
+):
+    engine.default = words.spell("a long answer")
+    engine.seconds = 1e6
+    with Gateway(tmp_path, tokenizer_dir, [engine], {"train_cancelled": trained}) as gateway:
+        session = gateway.open()
+        url = session["openai_base_url"]
+        with openai.OpenAI(base_url=url, api_key=session["key"], max_retries=0) as client:
+            stream = client.chat.completions.create(**HI, stream=True)
+            assert "".join(next(stream).choices[0].delta.content for _ in range(2)) == "a"
+            stream.close()
+        until(lambda: gateway.record(session)["turns"] and not engine.batch.running)
+        record = gateway.record(session)
+        [turn], [trajectory] = record["turns"], record["trajectories"]
+        assert (turn["left_out"], turn["finish_reason"]) == ("" if trained else "unreceived", "length")
+        assert turn["reply"]["text"] == "a" and trajectory["token_ids"][-1:] == words.spell("a")[:1]
+        assert (sum(trajectory["loss_mask"]), trajectory["versions"][0]["version"]) == (1, "default")
+        engine.seconds = 0.0
+        messages = [*HI["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "Go on."}]
+        assert post(gateway, session, json=HI | {"messages": messages}).status_code == 200
+        assert len(gateway.record(session)["trajectories"]) == 1
 
 
 def test_what_an_engine_aborted_is_taken_up_with_both_versions(gateway, session, engine, words):
@@ -289,10 +331,13 @@ def gone(session, **options) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_turn_whose_client_hangs_up_is_ended_at_the_engine_and_not_recorded(gateway, session, engine, stream):
     engine.seconds = 60_000.0  # for 1024 tokens: minutes for these
+    if stream:  # before its first token: what an agent has had is recorded
+        engine.delay("/rltool/generate", 60)
     gone(session, stream=stream)
     until(lambda: gateway.http("GET", "/status").json()["turns"].get("abandoned") == 1)
     until(lambda: not engine.batch.running)
     engine.seconds = 0.0
+    engine.heal()
     assert post(gateway, session, json=HI).status_code == 200
     assert [turn["left_out"] for turn in gateway.record(session)["turns"]] == [""]
 
@@ -406,7 +451,7 @@ def test_a_turn_that_cannot_be_recorded_is_not_given_out(gateway, session, monke
 
 def test_long_turns_keep_their_stream_open(gateway, session, engine, monkeypatch):
     monkeypatch.setattr("rltool.gateway.server.PING_SECONDS", 0.05)
-    engine.seconds = 2.0
+    engine.delay("/rltool/generate", 0.5)
     reply = post(gateway, session, "/messages", json=CLAUDE_HI | {"stream": True})
     events = [line for line in reply.text.splitlines() if line.startswith("event:")]
     assert events[0] == "event: ping"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
-from rltool.chat.parsers.hermes import parse
+from rltool.chat.parsers.hermes import Hermes
 from rltool.chat.parsers.parsed import Call
 
 
 def read(text, *, tools=True, reasoning_open=False):
-    found = parse(text, tools=tools, reasoning_open=reasoning_open)
+    found = Hermes().parse(text, tools=tools, reasoning_open=reasoning_open)
     return found.reasoning, found.text, list(found.calls)
 
 
@@ -61,3 +63,19 @@ def test_without_tools_nothing_is_a_call():
 def test_reasoning_that_the_template_has_opened():
     assert read("hm\n</think>\n\ntwo", reasoning_open=True) == ("hm", "two", [])
     assert read("hm, cut", reasoning_open=True) == ("hm, cut", "", [])
+
+
+PIECES = ["<think>", "</think>", "<tool_call>", "</tool_call>", ADD, *"\n a<{}ü", "tool", "think>"]
+
+
+def test_what_is_certain_of_a_text_never_changes():
+    """Whatever the model writes, and wherever it is cut."""
+    random = Random(5)
+    for _ in range(1000):
+        text = "".join(random.choices(PIECES, k=random.randrange(1, 12)))
+        options = {"tools": random.random() < 0.7, "reasoning_open": random.random() < 0.3}
+        reasoning, said, calls = read(text, **options)
+        for end in range(len(text) + 1):
+            so_far = read(Hermes().certain(text[:end], **options), **options)
+            assert reasoning.startswith(so_far[0]) and said.startswith(so_far[1]), (text, end)
+            assert calls[: len(so_far[2])] == so_far[2], (text, end)

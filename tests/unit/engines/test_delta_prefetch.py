@@ -124,7 +124,7 @@ def without_naps(monkeypatch):
 def test_the_route_answers_when_every_worker_has_the_version():
     workers = Workers([(True, "")], [(False, ""), (False, ""), (True, "")])
     assert asyncio.run(prefetch(workers, BODY)) == (200, {"version": "v"})
-    assert workers.calls == [("rltool_prefetch", ("v", 5.0, "/store"))] + 3 * [("rltool_prefetched", ("v",))]
+    assert workers.calls == [("rltool_prefetch", ("v", 5.0, "/store", None))] + 3 * [("rltool_prefetched", ("v",))]
 
 
 def test_one_worker_that_cannot_have_it_is_an_error_at_once():

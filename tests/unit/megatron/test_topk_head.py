@@ -197,7 +197,7 @@ def test_the_most_probable_tokens_are_those_of_the_whole_softmax(dtype, chunk):
     found = head_topk(hidden, weight, K, temperature=0.7, vocab_size=VOCAB, chunk=chunk)
     exact = torch.log_softmax(hidden.double() @ weight[:VOCAB].double().t() / 0.7, -1).topk(K, dim=-1)
     assert found.ids.dtype is torch.int32 and torch.equal(found.ids.long(), exact.indices)
-    torch.testing.assert_close(found.logprobs, exact.values.float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.logprobs, exact.values.float(), rtol=1e-6, atol=2e-6)  # AMX sums otherwise
 
 
 def test_beyond_the_vocabulary_there_is_no_token():
@@ -286,7 +286,7 @@ def test_the_most_probable_tokens_come_from_all_slices(monkeypatch, size):
     exact = torch.log_softmax(hidden.double() @ weight[:VOCAB].double().t() / 0.7, -1).topk(K, dim=-1)
     for found in slices.run(one):
         assert torch.equal(found.ids.long(), exact.indices)
-        torch.testing.assert_close(found.logprobs, exact.values.float(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(found.logprobs, exact.values.float(), rtol=1e-6, atol=2e-6)  # AMX sums otherwise
 
 
 PEAK = """
