@@ -79,7 +79,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         topk_group=1, norm_topk_prob=True, routed_scaling_factor=2.446, first_k_dense_replace=1, q_lora_rank=None,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_hidden_layers=4,
         num_attention_heads=16, num_key_value_heads=16, vocab_size=163840, tie_word_embeddings=False,
-        attention_bias=False,
+        attention_bias=False, topk_method="noaux_tc", scoring_func="sigmoid",
     ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], model_type="gpt_oss", hidden_size=2880, intermediate_size=2880,
@@ -87,13 +87,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=8, head_dim=64, sliding_window=128, vocab_size=201088, tie_word_embeddings=False,
         attention_bias=True,
     ),
+    "olmo3-7B": dict(
+        architectures=["Olmo3ForCausalLM"], model_type="olmo3", hidden_size=4096, intermediate_size=11008,
+        num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, sliding_window=4096, vocab_size=100278,
+        tie_word_embeddings=False,
+    ),
     "small-experts": dict(
         **EXPERTS, hidden_size=256, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128, head_dim=32,
         num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 """Those of Qwen2.5's published configurations; four layers of Qwen3-30B-A3B's with its embedding as the head, four of
-Moonlight-16B-A3B's (one of them dense), two of gpt-oss-20b's; and four for the CPU."""
+Moonlight-16B-A3B's (one of them dense), two of gpt-oss-20b's; OLMo 3's of 7B; and four for the CPU."""
 
 
 def options() -> argparse.Namespace:

@@ -22,9 +22,21 @@ EMPTY = hashlib.sha256().hexdigest()
 FUSED = {
     "q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj": ("qkv_proj", 2),
     "gate_proj": ("gate_up_proj", 0), "up_proj": ("gate_up_proj", 1),
+    "q_a_proj": ("fused_qkv_a_proj", 0), "kv_a_proj_with_mqa": ("fused_qkv_a_proj", 1),
 }  # fmt: skip
 """A checkpoint's projection -> the engine's, and its place there, from the top."""
 _FUSED_PART = re.compile(rf"\.({'|'.join(FUSED)})\.(weight|bias)$")
+STACKED = {
+    "gate_proj": ("w13", 0), "w1": ("w13", 0), "up_proj": ("w13", 1), "w3": ("w13", 1), "gate_up_proj": ("w13", 0),
+    "down_proj": ("w2", 0), "w2": ("w2", 0),
+}  # fmt: skip
+"""The same of experts: an expert's projection, or that of all of them (gpt-oss) -> the parameter in which they stand
+expert after expert."""
+_EXPERTS_PART = re.compile(rf"(.+\.experts)\.(?:(\d+)\.)?({'|'.join(STACKED)})(?:\.|_)?(weight|bias|)$")
+_EXPERTS = re.compile(r"\.experts\.(w13|w2)_(weight|bias)$")
+BY_EXPERT = " by expert"
+"""Behind the name of a parameter of experts: its digests where each rank has some experts (expert parallelism), in
+place of a part of each."""
 _TENSOR_PARALLEL = re.compile(r"(?:^|:)tp(\d+)$")
 
 DigestKind = Literal["sha256", "sha256_64", "sglang_cuda"]
@@ -78,21 +90,37 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
 
     implied: NAME -> a digest for each tensor-parallel rank. Ranks that differ in anything else, replicas and pipeline
     stages, hold the same of what they hold.
+
+    How an engine arranges experts depends on its kernel, which it does not report. A kind of parameter (w13_weight) is
+    compared if one of its layers agrees: the others are arranged alike.
     """
     found: dict[str, str] = {}
     held: set[str] = set()
+    of_experts: dict[str, list[tuple[str, str, int]]] = {}
     for key in engine:
         rank, parameter = _split(key)
         if parameter not in implied:
             parameter = _usual_name(parameter)
         if parameter in implied and (place := _TENSOR_PARALLEL.search(rank)) is not None:
-            found[key] = implied[parameter][int(place[1])]
             held.add(parameter)
-    return found | {parameter: digests[0] for parameter, digests in implied.items() if parameter not in held}
+            if (cut := _EXPERTS.search(parameter)) is None:
+                found[key] = implied[parameter][int(place[1])]
+            else:
+                of_experts.setdefault(cut[0], []).append((key, parameter, int(place[1])))
+    for stacked in of_experts.values():
+        for suffix in ("", BY_EXPERT):
+            digests = {key: implied[name + suffix][rank] for key, name, rank in stacked if name + suffix in implied}
+            if any(engine[key] == digest for key, digest in digests.items()):
+                found |= digests
+                break
+    names = (name for name in implied if name not in held and not name.endswith(BY_EXPERT))
+    return found | {name: implied[name][0] for name in names}
 
 
 def _usual_name(parameter: str) -> str:
-    """Of a parameter that vLLM's gpt-oss names otherwise than its checkpoints do."""
+    """Of a parameter that an engine names in a way of its own: vLLM experts, and attention in gpt-oss; SGLang the low
+    ranks of latent attention."""
+    parameter = parameter.replace(".experts.routed_experts.", ".experts.").replace("_a_proj_with_mqa.", "_a_proj.")
     return parameter.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
 
 
@@ -104,18 +132,22 @@ def tensor_parallel_size(checksums: Checksums) -> int | None:
 
 def parts_of_parameters(names: Sequence[str]) -> dict[str, list[str]]:
     """The engine's name of a parameter -> the checkpoint's tensors that stand in it, from the top."""
-    parts: dict[str, dict[int, str]] = {}
+    parts: dict[str, dict[tuple[int, int], str]] = {}
     for name in names:
-        found = _FUSED_PART.search(name)
-        if found is None:
-            parts[name] = {0: name}
-            continue
-        fused, place = FUSED[found[1]]
-        parts.setdefault(f"{name[: found.start()]}.{fused}.{found[2]}", {})[place] = name
+        if (found := _EXPERTS_PART.match(name)) is not None:
+            fused, place = STACKED[found[3]]
+            parameter = f"{found[1]}.{fused}_{found[4] or 'weight'}"
+            parts.setdefault(parameter, {})[int(found[2] or 0), place] = name
+        elif (found := _FUSED_PART.search(name)) is not None:
+            fused, place = FUSED[found[1]]
+            parts.setdefault(f"{name[: found.start()]}.{fused}.{found[2]}", {})[0, place] = name
+        else:
+            parts[name] = {(0, 0): name}
     result: dict[str, list[str]] = {}
     for parameter, tensors in parts.items():
-        if list(tensors) == [0]:  # latent attention's queries stand alone
-            result[tensors[0]] = [tensors[0]]
+        if len(tensors) == 1 and _EXPERTS.search(parameter) is None:  # latent attention's queries stand alone
+            [name] = tensors.values()
+            result[name] = [name]
         else:
             result[parameter] = [tensors[place] for place in sorted(tensors)]
     return result

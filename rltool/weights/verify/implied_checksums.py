@@ -7,7 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rltool.engines.dialects.checksums import Checksums, ParameterLayout, parts_of_parameters, tensor_parallel_size
+from rltool.engines.dialects.checksums import (
+    BY_EXPERT,
+    Checksums,
+    ParameterLayout,
+    parts_of_parameters,
+    tensor_parallel_size,
+)
 from rltool.engines.dialects.table import inspects
 from rltool.engines.transfer.wire import dtype_of
 from rltool.engines.types import EngineInfo
@@ -21,14 +27,13 @@ VOCABULARY_MULTIPLE = 64
 
 
 def _rules(plan: ExportPlan) -> dict[str, Parameter]:
-    """Name -> the parameter by which tensor parallelism cuts the tensor, in the plan's order. Without experts, of which
-    engines stack those of a layer in ways of their own, without quantised tensors and their scales, which they arrange
-    for their kernels, and without routers that have a bias in fp32, which some engines keep in fp32 themselves."""
+    """Name -> the parameter by which tensor parallelism cuts the tensor, in the plan's order. Without quantised tensors
+    and their scales, which engines arrange for their kernels, and without routers that have a bias in fp32, which some
+    engines keep in fp32 themselves."""
     biases = {export.parameter.layer for export in plan.exports if export.parameter.keeps_fp32}
 
     def is_compared(parameter: Parameter) -> bool:
-        router = parameter.layer in biases and parameter.name.endswith(".router.weight")
-        return parameter.expert is None and not router
+        return not (parameter.layer in biases and parameter.name.endswith(".router.weight"))
 
     plain = (export for export in plan.exports if is_compared(export.parameter))
     return {
@@ -43,7 +48,8 @@ def implied_checksums(
     plan: ExportPlan, tensors: Iterable[tuple[str, Tensor]], layout: ParameterLayout
 ) -> dict[str, tuple[str, ...]]:
     """The engine's name of a parameter -> its digest on each tensor-parallel rank: of the bytes in the layout's dtype,
-    with projections that engines keep in one matrix below each other, and embeddings padded.
+    with projections that engines keep in one matrix below each other, and embeddings padded. Experts stand below each
+    other too, cut by tensor parallelism, and under the name with BY_EXPERT as expert parallelism deals them out.
 
     tensors: the plan's by name, in any order, on any device. Those whose cut is not known, and those that the ranks do
     not divide evenly, are passed over. At most the parts of parameters that are not complete yet are held,
@@ -51,7 +57,7 @@ def implied_checksums(
     where they are: on a CPU it takes much longer.
     """
     rules, ranks, dtype = _rules(plan), layout.tensor_parallel, getattr(torch, layout.dtype)
-    digest, device = DIGESTS[layout.digest], None if layout.digest == "sglang_cuda" else "cpu"
+    on_gpu = layout.digest == "sglang_cuda"
     parts = parts_of_parameters([name for name, rule in rules.items() if _divides(rule, ranks)])
     parameter_of = {part: parameter for parameter, of_it in parts.items() for part in of_it}
     waiting: dict[str, dict[str, Tensor]] = {}
@@ -62,14 +68,25 @@ def implied_checksums(
             del tensor
             continue
         held = waiting.setdefault(parameter, {})
-        # A part outlives the stream's next step, which may overwrite what the tensor is a view of.
-        own = rules[name].dtype(dtype)
-        held[name] = tensor.detach().to(device=device, dtype=own, copy=len(parts[parameter]) > 1)
-        if len(held) == len(parts[parameter]):
-            del waiting[parameter]
-            shards = (_shards(rules[part], held[part], ranks) for part in parts[parameter])
-            digests[parameter] = tuple(digest(_joined(of_rank)) for of_rank in zip(*shards, strict=True))
+        rule, device = rules[name], tensor.device if on_gpu else torch.device("cpu")
+        # A part outlives the stream's next step, which may overwrite what the tensor is a view of. Experts wait on the
+        # host: there are many.
+        waits_on = device if rule.expert is None else torch.device("cpu")
+        held[name] = tensor.detach().to(device=waits_on, dtype=rule.dtype(dtype), copy=len(parts[parameter]) > 1)
         del tensor  # else what it was gathered in stays while there is a next one
+        if len(held) < len(parts[parameter]):
+            continue
+        del waiting[parameter]
+        in_order = [(rules[part], held[part]) for part in parts[parameter]]
+
+        def of_ranks(*shards: Iterable[Tensor], device: torch.device = device) -> tuple[str, ...]:
+            return tuple(DIGESTS[layout.digest](_joined(each).to(device)) for each in zip(*shards, strict=True))
+
+        if not (rule.experts and rule.shard_dim is None and ranks > 1):  # vLLM's first rank has that bias
+            digests[parameter] = of_ranks(*(_shards(rule, part, ranks) for rule, part in in_order))
+        if rule.expert is not None and ranks > 1 and plan.num_experts % ranks == 0:
+            whole = _joined([_stacked(rule, part) for rule, part in in_order])
+            digests[parameter + BY_EXPERT] = of_ranks(whole.chunk(ranks))
     return digests
 
 
@@ -97,12 +114,20 @@ def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
     """
     if rule.vocabulary:
         tensor = _padded(tensor, ranks)
+    if rule.experts:
+        yield from _stacked(rule, tensor).chunk(1 if rule.shard_dim is None else ranks, 1 + (rule.shard_dim or 0))
+        return
     for rank in range(ranks):
         if rule.shard_dim is None or _is_norm(rule):
             yield tensor
         else:
             count = _distinct(rule, tensor.shape, ranks)
             yield tensor.chunk(count, dim=rule.shard_dim)[rank * count // ranks]
+
+
+def _stacked(rule: Parameter, tensor: Tensor) -> Tensor:
+    """A tensor of all experts, with matrices as [outputs, inputs], or of one."""
+    return tensor.transpose(1, 2) if rule.experts and rule.transposed else tensor
 
 
 def _is_norm(rule: Parameter) -> bool:
@@ -118,6 +143,8 @@ def _divides(rule: Parameter, ranks: int) -> bool:
     """Whether every rank gets as much of each tensor as the others."""
     if rule.shard_dim is None or rule.vocabulary or _is_norm(rule):
         return True
+    if rule.experts:
+        return rule.merged_shape[rule.shard_dim] % ranks == 0
     if rule.parts:  # each part of the tensor is cut, not the tensor
         return ranks == 1
     unit = rule.head_dim if rule.merge_as == "qkv" else 1

@@ -7,7 +7,14 @@ import math
 
 import pytest
 
-from rltool.engines.dialects.checksums import EMPTY, compare, parts_of_parameters, tensor_parallel_size, with_ranks
+from rltool.engines.dialects.checksums import (
+    BY_EXPERT,
+    EMPTY,
+    compare,
+    parts_of_parameters,
+    tensor_parallel_size,
+    with_ranks,
+)
 from rltool.engines.dialects.inspection import max_logprobs
 from rltool.engines.dialects.table import dialect
 from rltool.errors import MissingLogprobs, UsageError
@@ -66,6 +73,22 @@ def test_parameters_that_vllm_names_otherwise_in_gpt_oss_are_compared():
     engine = {"tp0:model.embedding.weight": "1", "tp0:model.layers.0.attn.sinks": "x"}
     found = compare(engine, with_ranks(engine, implied))
     assert (found.equal, list(found.differing), found.unknown) == (1, ["model.layers.0.attn.sinks"], ())
+
+
+def test_experts_are_compared_where_one_layer_agrees_for_engines_arrange_them_for_their_kernels():
+    names = [f"layers.{layer}.mlp.experts.w13_weight" for layer in range(3)]
+    implied = {name: (f"{name}0", f"{name}1") for name in names}
+    implied |= {f"{name}{BY_EXPERT}": (f"{name}e0", f"{name}e1") for name in names}
+    vllms = [name.replace("experts.", "experts.routed_experts.") for name in names]
+    for kind in ("", "e"):
+        engine = {f"tp{tp}:{own}": f"{name}{kind}{tp}" for own, name in zip(vllms, names, strict=True) for tp in (0, 1)}
+        found = compare(engine, with_ranks(engine, implied))
+        assert (found.equal, found.differing, found.unknown) == (3, {}, ())
+        found = compare(engine | {f"tp1:{vllms[1]}": "x"}, with_ranks(engine, implied))
+        assert (found.equal, found.differing, found.unknown) == (2, {vllms[1]: ("tp1",)}, ())
+    shuffled = {key: "shuffled" for key in engine}
+    found = compare(shuffled, with_ranks(shuffled, implied))
+    assert (found.equal, found.differing, set(found.unknown)) == (0, {}, set(vllms))
 
 
 def test_tensor_parallel_ranks_are_counted_and_other_ranks_have_no_such_number():

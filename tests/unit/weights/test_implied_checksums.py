@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltool.engines.dialects.checksums import ParameterLayout
+from rltool.engines.dialects.checksums import BY_EXPERT, ParameterLayout
 from rltool.engines.dialects.inspection import sglang_auto_dtype
 from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import full_plan
@@ -70,11 +70,42 @@ def test_what_ranks_do_not_divide_is_passed_over_with_all_that_stands_beside_it(
     assert f"{MLP}gate_up_proj.weight" in found, "24 rows"
 
 
-def test_experts_are_passed_over_and_their_router_is_not():
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
-    _, found = implied(2, "Qwen3MoeForCausalLM", head_dim=4, **experts)
-    assert f"{MLP}gate.weight" in found and not any("expert" in name for name in found)
-    assert len(set(found[f"{ATTENTION}q_norm.weight"])) == 1
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "norm_topk_prob": True}
+
+
+def test_experts_stand_below_each_other_with_a_part_of_each_or_some_of_them_on_each_rank():
+    state, found = implied(2, "Qwen3MoeForCausalLM", head_dim=4, **EXPERTS)
+    gate, up, down = (
+        [state[f"{MLP}experts.{e}.{name}_proj.weight"] for e in range(4)] for name in ("gate", "up", "down")
+    )
+    rows = [[part.chunk(2)[rank] for pair in zip(gate, up, strict=True) for part in pair] for rank in range(2)]
+    columns = [[part.chunk(2, dim=1)[rank] for part in down] for rank in range(2)]
+    assert found[f"{MLP}experts.w13_weight"] == tuple(digest(*parts) for parts in rows)
+    assert found[f"{MLP}experts.w2_weight"] == tuple(digest(*parts) for parts in columns)
+    some = tuple(digest(gate[e], up[e], gate[e + 1], up[e + 1]) for e in (0, 2))
+    assert found[f"{MLP}experts.w13_weight{BY_EXPERT}"] == some
+    assert found[f"{MLP}experts.w2_weight{BY_EXPERT}"] == (digest(*down[:2]), digest(*down[2:]))
+    assert f"{MLP}gate.weight" in found and len(set(found[f"{ATTENTION}q_norm.weight"])) == 1
+    mixtral, found = implied(1, "MixtralForCausalLM", num_local_experts=2, num_experts_per_tok=2)
+    block = "model.layers.0.block_sparse_moe.experts."
+    parts = [mixtral[f"{block}{e}.{name}.weight"] for e in range(2) for name in ("w1", "w3")]
+    assert found[f"{block}w13_weight"] == (digest(*parts),)
+
+
+def test_experts_in_one_tensor_are_turned_as_engines_have_them():
+    """gpt-oss: the columns of gate and up stay by turns, and one rank has the whole bias of what goes back."""
+    config = dict(head_dim=4, num_local_experts=2, num_experts_per_tok=2, sliding_window=4, attention_bias=True)
+    for ranks in (1, 2):
+        state, found = implied(ranks, "GptOssForCausalLM", **config)
+        up, down = (state[f"{MLP}experts.{name}_proj"].transpose(1, 2) for name in ("gate_up", "down"))
+        of_ranks = tuple(digest(part) for part in up.chunk(ranks, dim=1))
+        assert found[f"{MLP}experts.w13_weight"] == of_ranks
+        assert found[f"{MLP}experts.w2_weight"] == tuple(digest(part) for part in down.chunk(ranks, dim=2))
+        bias = state[f"{MLP}experts.gate_up_proj_bias"]
+        assert found[f"{MLP}experts.w13_bias"] == tuple(digest(part) for part in bias.chunk(ranks, dim=1))
+        assert (f"{MLP}experts.w2_bias" in found) == (ranks == 1)
+    assert found[f"{MLP}experts.w13_weight{BY_EXPERT}"] == (digest(up[0]), digest(up[1]))
+    assert found[f"{MLP}experts.w2_bias{BY_EXPERT}"] == tuple(map(digest, state[f"{MLP}experts.down_proj_bias"]))
 
 
 def test_a_norm_over_all_heads_is_whole_on_each_rank_of_an_engine():
@@ -100,6 +131,9 @@ def test_a_routers_bias_keeps_fp32_and_latent_queries_stand_alone():
     assert "model.layers.1.mlp.gate.weight" not in found
     query = "model.layers.0.self_attn.q_proj.weight"
     assert found[query] == (digest(state[query].bfloat16()),)
+    state, found = implied(2, "DeepseekV3ForCausalLM", **experts, **sizes | {"q_lora_rank": 4}, moe_intermediate_size=8)
+    ranks = (state[f"{ATTENTION}{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    assert found[f"{ATTENTION}fused_qkv_a_proj.weight"] == (digest(*ranks),) * 2
 
 
 def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
