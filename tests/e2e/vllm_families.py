@@ -261,8 +261,7 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
     computed: list[torch.Tensor] = []
     if kind in LATENT:
         rotate_in_plain_torch()
-    # With AMX, vLLM would take kernels that are for bf16.
-    with engine_of(case.model, **({"attention_backend": "CPU_MLA"} if kind in LATENT else {})) as engine:
+    with engine_of(case.model) as engine:
 
         def seen(seed: int) -> float:
             computed.append(vllm_logprobs(engine, tokens))
