@@ -22,6 +22,7 @@ from torch import Tensor
 from rltool.config.sections import TrainerConfig
 from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
+from rltool.megatron.delta_net import GatedAttention, GatedDeltaNet
 from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.family_layers import (
     LatentAttention,
@@ -212,8 +213,9 @@ def _block_spec(
     if family.num_experts:
         route_without_transformer_engine()
     held = config.num_layers // config.pipeline_model_parallel_size
-    here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
-    specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
+    layers = range(coordinates.pp_rank * held, (coordinates.pp_rank + 1) * held)
+    here = [(family.expert_layers[layer], family.attention.is_delta(layer)) for layer in layers]
+    specs = {x: _layer_spec(family, config, backend, experts=x[0], delta=x[1]) for x in set(here)}
     if trainer.residual != "model":
         for spec in specs.values():
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add_to_stream
@@ -221,7 +223,7 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
 
 
-def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, experts: bool) -> Any:
+def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, experts: bool, delta: bool) -> Any:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         num_experts=family.num_experts if experts else None,
@@ -233,8 +235,9 @@ def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, 
     before = (AsWeights if config.fp32_residual_connection else IdentityOp) if family.norms == "post" else RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     params = {"attention": family.attention, "backend": backend}
-    if family.attention.latent is not None:
-        layer.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
+    own = (family.attention.latent and LatentAttention) or (family.attention.gated and GatedAttention)
+    if delta or own:
+        layer.submodules.self_attention = ModuleSpec(GatedDeltaNet if delta else own, params=params)
         return layer
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=params)

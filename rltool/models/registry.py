@@ -29,6 +29,7 @@ from rltool.models import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from rltool.models.base import Family, FamilyDefinition
@@ -36,7 +37,7 @@ from rltool.models.base import Family, FamilyDefinition
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
     module.FAMILY
     for module in (
-        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
+        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
         glm4_moe, deepseek_v3, gpt_oss,
     )
 )  # fmt: skip

@@ -24,13 +24,13 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
-    "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss",
+    "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next",
 )  # fmt: skip
 EXPERTS = (
-    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss",
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
 )  # fmt: skip
-ZERO_CENTRED = ("gemma2", "gemma3")
-"""Norms multiply by 1 + weight."""
+ZERO_CENTRED = ("gemma2", "gemma3", "qwen3_next")
+"""Norms multiply by 1 + weight, but for those of a gated delta net's output."""
 FEW = (
     "llama", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2",
 )  # fmt: skip
@@ -55,6 +55,8 @@ def hf_config(kind: str, tied: bool, **sizes):
     latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
     # transformers gives the embedding of padding no gradient.
     olmo = dict(pad_token_id=None)
+    delta = dict(linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4)
+    shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
     odd = dict(num_attention_heads=6)  # which do not divide the hidden size
     name, special = {
         "qwen2": ("Qwen2Config", plain),
@@ -119,6 +121,13 @@ def hf_config(kind: str, tied: bool, **sizes):
             plain
             | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
             | dict(shared_expert_intermediate_size=40, mlp_only_layers=[1]),
+        ),
+        "qwen3_next": (
+            "Qwen3NextConfig",
+            delta
+            | shared
+            | dict(head_dim=HEAD_DIM, mlp_only_layers=[1], layer_types=["linear_attention", "full_attention"] * 2)
+            | dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25)),
         ),
         "glm4_moe": (
             "Glm4MoeConfig",
@@ -186,7 +195,6 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
-    centre = 0.0 if kind in ZERO_CENTRED else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
@@ -194,6 +202,7 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
             noise = torch.randn(parameter.shape, generator=generator)
             if "sinks" in name or "gate_up_proj_bias" in name:  # which act, and reach gpt-oss's clamp
                 noise *= 30
+            centre = 0.0 if kind in ZERO_CENTRED and "linear_attn.norm" not in name else 1.0
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
     return model.eval()
 
