@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -271,7 +273,7 @@ def load_in_others(ranks, family, tmp_path, every, others):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_models_cost_is_what_torch_counts_forward_and_backward(tmp_path, kind, tied):
+def test_a_models_cost_is_what_torch_counts_forward_and_backward(tmp_path, monkeypatch, kind, tied):
     model, tokens = hf_model(kind, tied), torch.arange(13)[None]
     hf_config(kind, tied).save_pretrained(tmp_path)
     family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
@@ -279,12 +281,21 @@ def test_a_models_cost_is_what_torch_counts_forward_and_backward(tmp_path, kind,
     model.set_attn_implementation("eager")
     if kind in EXPERTS:
         model.set_experts_implementation("eager")
+    delta = family.attention.delta
+    if delta is not None:
+        # Token by token it has no products that torch counts; by chunks there are those within chunks as well.
+        theirs = sys.modules[type(model).__module__]
+        monkeypatch.setattr(theirs, "torch_chunk_gated_delta_rule", theirs.torch_recurrent_gated_delta_rule)
     with FlopCounterMode(display=False) as counted:
         model(tokens).logits.sum().backward()
     cost, n = family.cost(), tokens.numel()
     # Torch counts attention without its masks.
     width = cost.attention_width + sum(width for _, width in cost.windows)
-    assert counted.get_total_flops() == 6 * n * cost.products + 12 * width * n * n
+    # Torch counts what transformers' convolution gives for tokens behind the end.
+    behind = 0 if delta is None else sum(delta.layers) * delta.channels * delta.kernel * (delta.kernel - 1)
+    assert counted.get_total_flops() == 6 * n * cost.products + 12 * width * n * n + 6 * behind
+    assert cost.training_flops(n) - replace(cost, state=0).training_flops(n) == 18 * n * cost.state
+    assert cost.state == (0 if delta is None else sum(delta.layers) * delta.value_heads * delta.key * delta.value)
     windows = [window for window in family.attention.windows if window]
     assert len(cost.windows) == len(set(windows))
     assert sum(width for _, width in cost.windows) * family.num_layers == width * len(windows)
