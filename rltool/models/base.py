@@ -302,6 +302,7 @@ class Family:
     logit_softcap: logits are logit_softcap * tanh(logit / logit_softcap); None: as they are
     norms: where a layer normalises: "pre", the inputs of attention and MLP; "post", their outputs, before these are
     added to the residual; "sandwich", both
+    prefix: how the names of HF tensors begin, but for the head's
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
     nor sent to engines; conversion and export hand them on bit by bit
     modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
@@ -319,6 +320,7 @@ class Family:
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     norms: Literal["pre", "post", "sandwich"] = "pre"
+    prefix: str = "model."
     carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()
     own: str | None = None

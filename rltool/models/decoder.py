@@ -21,6 +21,23 @@ PLAIN_NORMS = {BEFORE_ATTENTION: "input_layernorm.weight", BEFORE_MLP: "post_att
 """Megatron's name -> HF's name."""
 
 
+PREFIX = "model."
+"""How the names of HF tensors begin, but for the head's."""
+
+
+def renamed(family: Family, prefix: str) -> Family:
+    """The same with another beginning of the names of HF tensors."""
+
+    def moved(parameter: Parameter) -> Parameter:
+        names = (
+            (prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name, shape)
+            for name, shape in parameter.hf
+        )
+        return replace(parameter, hf=tuple(names))
+
+    return replace(family, prefix=prefix, parameters=tuple(moved(parameter) for parameter in family.parameters))
+
+
 def require(config: dict[str, Any], *keys: str) -> list[Any]:
     """The values of these keys; UsageError names the first that is missing."""
     for key in keys:

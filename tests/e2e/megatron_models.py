@@ -25,14 +25,18 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
     "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next",
+    "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 EXPERTS = (
-    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe",
 )  # fmt: skip
-ZERO_CENTRED = ("gemma2", "gemma3", "qwen3_next")
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""With gated delta nets."""
+ZERO_CENTRED = ("gemma2", "gemma3", *DELTA)
 """Norms multiply by 1 + weight, but for those of a gated delta net's output."""
 FEW = (
     "llama", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2",
+    "qwen3_5_moe",
 )  # fmt: skip
 """Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
 as well."""
@@ -56,6 +60,8 @@ def hf_config(kind: str, tied: bool, **sizes):
     # transformers gives the embedding of padding no gradient.
     olmo = dict(pad_token_id=None)
     delta = dict(linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4)
+    delta |= dict(layer_types=["linear_attention", "full_attention"] * 2)  # one of each on either pipeline stage
+    quarter = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25))
     shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
     odd = dict(num_attention_heads=6)  # which do not divide the hidden size
     name, special = {
@@ -124,11 +130,10 @@ def hf_config(kind: str, tied: bool, **sizes):
         ),
         "qwen3_next": (
             "Qwen3NextConfig",
-            delta
-            | shared
-            | dict(head_dim=HEAD_DIM, mlp_only_layers=[1], layer_types=["linear_attention", "full_attention"] * 2)
-            | dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25)),
+            delta | quarter | shared | dict(head_dim=HEAD_DIM, mlp_only_layers=[1]),
         ),
+        "qwen3_5": ("Qwen3_5TextConfig", delta | quarter | dict(head_dim=HEAD_DIM)),
+        "qwen3_5_moe": ("Qwen3_5MoeTextConfig", delta | quarter | shared | dict(head_dim=HEAD_DIM)),
         "glm4_moe": (
             "Glm4MoeConfig",
             experts
