@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rltool.megatron.attention import TOLERANCE, Backend, has_kernels
 from rltool.megatron.kernels import rms_norm, rotate
@@ -153,6 +154,10 @@ class ShortConvolution(torch.nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, channels]; positions: [T], of each token in its sequence."""
+        # Else the backward pass keeps a copy of x for each token that is seen; x itself is there.
+        return checkpoint(self._convolved, x, positions, use_reentrant=False, preserve_rng_state=False)
+
+    def _convolved(self, x: Tensor, positions: Tensor) -> Tensor:
         weight = self.weight.squeeze(1).float()
         out, rows = x * weight[:, -1], len(x)
         for back in range(1, min(weight.size(1), rows)):

@@ -217,6 +217,22 @@ def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int =
     return directory
 
 
+def save_with_tower(directory: Path, kind: str) -> Path:
+    """A model with pictures of Qwen3.5's architecture in bfloat16; its language model is `hf_model`'s of this kind."""
+    import transformers
+
+    text, name = hf_model(kind, tied=False), {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text.config.to_dict(), vision_config=vision | dict(num_position_embeddings=16)
+    )
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.bfloat16().save_pretrained(directory)
+    return directory
+
+
 def hf_logprobs(model, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
     """[T]: log p(tokens[t] | before), 0 for the first."""
     logprobs = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, dim=-1)

@@ -169,13 +169,13 @@ def peft_gradients(model, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3")
+MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3", "qwen3_next")
 """Products that HF fuses, other orders of rows, norms behind the product, dense layers beside experts."""
 
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3", "qwen3_moe", "glm4_moe_lite", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)],
+    params=["qwen3", "qwen3_moe", "glm4_moe_lite", "qwen3_5", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)],
 )
 def family(request, tmp_path_factory):
     """(kind, model's directory, adapter's, batch, log-probabilities without and with it, loss, gradients by peft)."""

@@ -337,6 +337,7 @@ def test_a_correction_bias_keeps_its_bits_in_bf16_and_moves_by_the_rate_when_tol
         ("mixtral", {"world_size": 2, "tp": 2}, "sequence_parallel = true"),
         ("gemma3", {"world_size": 3, "pp": 3}, "pipeline_parallel = 3"),
         ("qwen3", {"world_size": 4, "tp": 4}, "num_query_groups = 2"),
+        ("qwen3_5", {"world_size": 2, "cp": 2}, "context_parallel = 2 is not implemented for a gated delta net"),
     ],
 )
 def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_path, kind, layout, named):
