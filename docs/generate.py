@@ -82,7 +82,8 @@ MODELS_CHECKED = """
 Random weights of four layers in which all that is special acts, in float32 on a CPU.
 Compared with transformers, on one rank and over two: log-probabilities, loss and gradient norm of a step, and every
 tensor of an export. Converted to torch_dist and back, and a checkpoint of one layout loaded in the others, bit by bit.
-In the engines: log-probabilities of an exported model, and after two syncs of other weights into it;
+In the engines: log-probabilities of an exported model, and after two syncs of other weights into it (with gated delta
+nets in bf16: vLLM's kernels for a CPU take nothing else);
 not SGLang: what its 0.5.23 says on a CPU.
 Of released checkpoints SmolLM2-135M was trained, and the shapes of Qwen2.5 (0.5B to 7B) with random weights; others
 were not opened so far.
@@ -95,7 +96,8 @@ MODELS_TAIL = """
 The router of experts adds no auxiliary loss and drops no token; its correction bias is not trained, unless
 `trainer.router_bias_update_rate` moves it.
 With `trainer.tensor_parallel` above 1 a model with experts needs `trainer.sequence_parallel`.
-Multi-token-prediction layers are neither trained nor sent to engines; conversion and export hand them on unchanged.
+Multi-token-prediction layers and vision towers are neither trained nor sent to engines; conversion and export hand
+them on unchanged.
 
 A family of your own: [extending.md](extending.md#adding-a-model-family).
 """

@@ -46,6 +46,6 @@ FAMILY = FamilyDefinition(
     opens="Qwen3.5 and later, dense, as text",
     special="gated delta nets, every fourth layer attention with a gate, a quarter of each head rotated, norms with "
     "1 + weight; a vision tower is carried along",
-    refuses="context parallelism, biases, pictures",
+    refuses="context parallelism, FP8 engines, biases, pictures",
     layouts=("tp", "pp"),
 )

@@ -74,6 +74,6 @@ FAMILY = FamilyDefinition(
     opens="Qwen3-Next-80B-A3B",
     special="gated delta nets, every fourth layer attention with a gate, a quarter of each head rotated, norms with "
     "1 + weight, shared expert behind a gate",
-    refuses="context parallelism, biases",
+    refuses="context parallelism, FP8 engines, biases",
     layouts=LAYOUTS,
 )
