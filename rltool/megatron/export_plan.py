@@ -101,8 +101,9 @@ class ExportPlan:
         return parameter.dtype(dtype_of(self.dtype))
 
     def buckets(self, limit: int) -> list[Bucket]:
-        """See `plan_buckets`: the same wherever the plan is."""
-        return plan_buckets(self.tensors, limit)
+        """See `plan_buckets`: the same wherever the plan is. Scales travel with their matrices: in buckets of one dtype
+        each would be alone."""
+        return plan_buckets(self.tensors, limit, one_dtype=self.quantization is None)
 
     def files(self, limit: int) -> list[Bucket]:
         """The tensors of each file of a Hugging Face directory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import signal
 import time
@@ -118,5 +119,6 @@ def test_a_run_samples_in_fp8_and_its_engine_is_compared_with_the_trainer(tmp_pa
     finally:
         if process.poll() is None:
             job.say("stop", "--run", "one")
-    print(found, [step["train/logprob_abs_diff_mean"] for step in job.steps("one")], job.output("one")[:3000])
+    equal, compared = map(int, re.search(r"(\d+) of (\d+) parameters are bit-equal", found).groups())
+    assert equal == compared >= 10, found  # what vLLM has packed for its kernels is not compared
     assert len({step["weight_version"] for step in job.steps("one")}) >= 4

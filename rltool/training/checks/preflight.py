@@ -304,7 +304,7 @@ def engine_problems(
     if trainer_device is not None and is_mxfp4(info.model_config):
         problems.append(f"serves MXFP4 files, and takes no bfloat16 weights then; {AS_BFLOAT16}")
     if trainer_device is not None:
-        problems += _fp8_problems(is_fp8(info.model_config), config.engines.quantization == "fp8")
+        problems += _fp8_problems(info, config.engines.quantization == "fp8")
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(
@@ -324,7 +324,10 @@ def engine_problems(
     return problems
 
 
-def _fp8_problems(serves: bool, is_sent: bool) -> Sequence[str]:
+def _fp8_problems(info: EngineInfo, is_sent: bool) -> Sequence[str]:
+    serves = is_fp8(info.model_config)
+    if serves and is_sent and info.weight_backend != "rltool":
+        return ["takes FP8 through rltool's plugin alone: start it with --weight-backend rltool"]
     if serves and not is_sent:
         return ['serves FP8 files, and takes no bfloat16 weights then: set engines.quantization = "fp8"']
     if is_sent and not serves:

@@ -69,6 +69,7 @@ def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(k
         assert kept == (len(meta.shape) == 2 and name not in quantised)
         if name not in quantised:
             assert sent[name].dtype == meta.dtype
+    assert len(plan.buckets(1 << 30)) == 1
     assert {"model.embed_tokens", "lm_head"} <= set(config["modules_to_not_convert"])
     layers = [name for name in quantised if ".layers.0." in name]
     assert len(layers) >= 4

@@ -35,13 +35,13 @@ class StandIn:
     def members(self, state):
         return tuple(SimpleNamespace(url=url, endpoint=url) for url in self.outcomes if state is State.READY)
 
-    async def score(self, endpoint, token_ids, *, timeout):
+    async def score(self, endpoint, token_ids, *, timeout, adapter=""):
         self.asked.append(endpoint)
         if self.outcomes[endpoint] is not None:
             raise self.outcomes[endpoint]
         return tuple(-float(token) for token in token_ids[1:])
 
-    async def score_topk(self, endpoint, token_ids, topk, *, timeout):
+    async def score_topk(self, endpoint, token_ids, topk, *, timeout, adapter=""):
         logprobs = await self.score(endpoint, token_ids, timeout=timeout)
         ids = array("i", [token + i for token in token_ids[1:] for i in range(topk)])
         return TokenScores(logprobs, ids, array("f", [-float(token) for token in ids]))

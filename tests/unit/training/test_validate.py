@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,8 @@ def test_a_run_that_sends_fp8_takes_engines_that_serve_it_alone(base):
     serves = info(model_config={**MODEL, "quantization_config": FP8})
     assert engine_problems(ENGINE, serves, MODEL, config, "cpu") == []
     assert engine_problems(ENGINE, serves, MODEL, config, None) == [], "nothing is sent to it"
+    first = engine_problems(ENGINE, replace(serves, weight_backend="nccl"), MODEL, config, "cpu")[0]
+    assert "FP8 through rltool's plugin alone" in first
 
 
 @pytest.mark.parametrize(
