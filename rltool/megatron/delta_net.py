@@ -35,7 +35,9 @@ EPSILON = 1e-6
 """Beside the squares of a query or key, under the root: that of transformers and of fla."""
 
 
-def chunked_delta_rule(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks) -> Tensor:
+def chunked_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, chunks: Chunks
+) -> Tensor:
     """In plain torch, in fp32 (section 3.3 of the paper).
 
     query, key: [T, heads, key]; value: [T, heads, value]; decay (g above), beta: [T, heads]. Returns [T, heads, value]
@@ -256,8 +258,9 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedAttention(MegatronModule):
-    """Attention with grouped queries whose output is multiplied with the sigmoid of a gate, with the names of Megatron's
-    SelfAttention. A rank's product has by groups: of each head its query and its gate, then the key, then the value."""
+    """Attention with grouped queries whose output is multiplied with the sigmoid of a gate. With the names of
+    Megatron's SelfAttention. A rank's product has by groups: each head's query and gate, then the key, then the
+    value."""
 
     def __init__(self, config: Any, layer_number: int, attention: Attention, backend: Backend, **_: Any) -> None:
         super().__init__(config=config)

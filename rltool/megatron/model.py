@@ -53,6 +53,9 @@ from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fiel
 from rltool.models.base import Family, padded_vocabulary
 from rltool.models.layout import check_layout
 
+LAYERS_DIFFER = "layers_differ"
+"""Attribute of a built model: whether its layers have different parameters of attention, also in other stages."""
+
 
 def transformer_config(
     family: Family, coordinates: Coordinates, dtype: torch.dtype, device: torch.device, trainer: TrainerConfig
@@ -175,6 +178,7 @@ def build_model(
     if family.attention.norm_whole:
         # With it Megatron would sum the gradients of these norms over tensor-parallel ranks, which it takes for copies.
         config.qk_layernorm = False
+    setattr(model, LAYERS_DIFFER, family.attention.delta is not None)
     _mark_sharded(model, family)
     model.to(device)
     if wanted(trainer.expert_products, device, dtype):

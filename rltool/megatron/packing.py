@@ -10,7 +10,6 @@ from torch import Tensor
 
 from rltool.megatron.runtime import to_device
 
-
 CHUNK = 64
 """Tokens of a sequence that a gated delta net in plain torch computes at once."""
 

@@ -224,7 +224,7 @@ def save_with_tower(directory: Path, kind: str) -> Path:
     text, name = hf_model(kind, tied=False), {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
     vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
     config = getattr(transformers, f"{name}Config")(
-        text_config=text.config.to_dict(), vision_config=vision | dict(num_position_embeddings=16)
+        text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision | dict(num_position_embeddings=16)
     )
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())

@@ -69,7 +69,7 @@ low-rank vectors whatever rms_norm_eps is, vLLM takes rms_norm_eps: with 1e-5 (G
 2e-6 apart, and log-probabilities here 2e-5."""
 IN_BF16 = DELTA
 """vLLM 0.32 on a CPU: "CPU GDN attention requires BF16". Weights are rounded to it first."""
-SIZES = LATENT | dict.fromkeys(DELTA, dict(linear_key_head_dim=128, linear_value_head_dim=128))
+SIZES = LATENT | {kind: dict(linear_key_head_dim=128, linear_value_head_dim=128) for kind in DELTA}
 HEAD_TWICE = "qwen2"
 """Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
 
@@ -149,7 +149,8 @@ def engine_of(model: Path, **more: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     config = json.loads((model / "config.json").read_text())
-    options = dict(dtype=config["dtype"], enforce_eager=True, max_model_len=64, max_num_seqs=2, skip_tokenizer_init=True)
+    options: dict[str, Any] = dict(dtype=config["dtype"], enforce_eager=True, skip_tokenizer_init=True)
+    options |= dict(max_model_len=64, max_num_seqs=2)
     options |= dict(max_num_batched_tokens=64) | more  # which is also what vLLM tries out at its start
     if "kv_lora_rank" in config:
         options |= dict(attention_backend="CPU_MLA")  # with AMX, vLLM would take kernels that are for bf16
