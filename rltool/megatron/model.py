@@ -239,9 +239,11 @@ def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, 
     before = (AsWeights if config.fp32_residual_connection else IdentityOp) if family.norms == "post" else RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     params = {"attention": family.attention, "backend": backend}
-    own = (family.attention.latent and LatentAttention) or (family.attention.gated and GatedAttention)
-    if delta or own:
-        layer.submodules.self_attention = ModuleSpec(GatedDeltaNet if delta else own, params=params)
+    own: type | None = LatentAttention if family.attention.latent is not None else None
+    if family.attention.gated:
+        own = GatedDeltaNet if delta else GatedAttention
+    if own is not None:
+        layer.submodules.self_attention = ModuleSpec(own, params=params)
         return layer
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=params)

@@ -19,8 +19,8 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
         )
     if family.attention.delta is not None and layout.cp > 1:
         raise UsageError(
-            f"trainer.context_parallel = {layout.cp} is not implemented for a gated delta net, which {family.architecture} "
-            "has: its state goes from token to token; leave it at 1"
+            f"trainer.context_parallel = {layout.cp} is not implemented for a gated delta net, which "
+            f"{family.architecture} has: its state goes from token to token; leave it at 1"
         )
     delta = {} if family.attention.delta is None else {"linear_num_key_heads": family.attention.delta.key_heads}
     for what, flag, size in (

@@ -28,7 +28,8 @@ KINDS = (
     "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 EXPERTS = (
-    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe",
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
+    "qwen3_5_moe",
 )  # fmt: skip
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """With gated delta nets."""
@@ -223,8 +224,9 @@ def save_with_tower(directory: Path, kind: str) -> Path:
 
     text, name = hf_model(kind, tied=False), {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
     vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+    vision |= dict(num_position_embeddings=16)
     config = getattr(transformers, f"{name}Config")(
-        text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision | dict(num_position_embeddings=16)
+        text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision
     )
     whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())
