@@ -60,7 +60,9 @@ def hf_config(kind: str, tied: bool, **sizes):
     latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
     # transformers gives the embedding of padding no gradient.
     olmo = dict(pad_token_id=None)
-    delta = dict(linear_key_head_dim=16, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4)
+    # A state of one token gives q k v, of which the norm behind keeps the sign of q k: near zero that is rounding.
+    delta = dict(rms_norm_eps=1e-4)
+    delta |= dict(linear_key_head_dim=32, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4)
     delta |= dict(layer_types=["linear_attention", "full_attention"] * 2)  # one of each on either pipeline stage
     quarter = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25))
     shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
@@ -210,6 +212,8 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
                 noise *= 30
             centre = 0.0 if kind in ZERO_CENTRED and "linear_attn.norm" not in name else 1.0
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
+            if name.endswith("A_log"):  # a state keeps most of what it has
+                parameter.sub_(2.0)
     return model.eval()
 
 
