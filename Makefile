@@ -63,7 +63,7 @@ wheel: venv
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
 test-long: venv venv-sglang venv-clients
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
-	RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long --long-report build/test-long.json $(ARGS)
+	RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report build/test-long.json $(ARGS)
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:

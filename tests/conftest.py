@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.long_report import FailuresAtOnce, LongReport
+from tests.long_report import WORKER_INPUT, FailuresAtOnce, LeftOut, LongReport
 from tests.tiny_models import write_tiny_qwen2
 
 pytest_plugins = ["pytester"]
@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
     if hasattr(config, "workerinput"):
+        config.pluginmanager.register(LeftOut(config.workerinput.get(WORKER_INPUT, [])))
         return
     file = config.getoption("--long-report")
     if file is not None:

@@ -6,7 +6,7 @@ where an earlier one of the same commit was cut off, or was given other files. T
 commit, changed  the commit that was tested, and whether the working tree differed from it
 host, python, cores
 began, seconds   UTC, and how long its runs took together
-running          the test that a run was cut off in, or null
+running          the tests that a run was cut off in: one for each process of it
 totals           outcome -> number of tests
 tests            each with id, outcome (passed, failed, error, skipped, xfailed or xpassed) and seconds, set-up and
                  teardown included
@@ -23,10 +23,13 @@ import time
 from collections import Counter
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 DONE = ("passed", "xfailed")
+WORKER_INPUT = "long_report_done"
+"""Where a process of xdist's finds what it leaves out."""
 
 
 class LongReport:
@@ -38,7 +41,7 @@ class LongReport:
         self.commit, self.changed = _git(root, "rev-parse", "HEAD"), bool(_git(root, "status", "--porcelain"))
         self.tests: dict[str, dict[str, str | float]] = {}
         self.chosen: dict[str, None] = {}
-        self.running: str | None = None
+        self.running: dict[str, None] = {}
         self._before = 0.0
         if resume:
             self._resume()
@@ -51,18 +54,28 @@ class LongReport:
         self.tests = {test["id"]: test for test in found["tests"]}
         self.chosen = dict.fromkeys([*self.tests, *found["not_run"]])
 
+    def done(self) -> list[str]:
+        return [name for name, test in self.tests.items() if test["outcome"] in DONE]
+
     @pytest.hookimpl(trylast=True)  # -m and -k have chosen
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         self.chosen |= dict.fromkeys(item.nodeid for item in items)
-        done = [item for item in items if self.tests.get(item.nodeid, {}).get("outcome") in DONE]
-        if done:
-            config.hook.pytest_deselected(items=done)
-            items[:] = [item for item in items if item not in done]
+        leave_out(self.done(), config, items)
+        self.write()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """With xdist the processes collect, and leave out what they are told."""
+        node.workerinput[WORKER_INPUT] = self.done()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        self.chosen |= dict.fromkeys(ids)
         self.write()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.tests.pop(nodeid, None)
-        self.running = nodeid
+        self.running[nodeid] = None
         self.write()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -72,16 +85,16 @@ class LongReport:
         if outcome != "passed" and found["outcome"] != "failed":
             found["outcome"] = outcome
         if report.when == "teardown":
-            self.running = None
+            self.running.pop(report.nodeid, None)
             self.write()
 
     def as_json(self) -> dict:
-        tests = [test for test in self.tests.values() if test["id"] != self.running]
+        tests = [test for test in self.tests.values() if test["id"] not in self.running]
         done = {test["id"] for test in tests}
         return {
             "commit": self.commit, "changed": self.changed, "host": platform.node(),
             "python": platform.python_version(), "cores": os.cpu_count(), "began": self.began,
-            "seconds": round(self._before + time.monotonic() - self._clock, 1), "running": self.running,
+            "seconds": round(self._before + time.monotonic() - self._clock, 1), "running": list(self.running),
             "totals": dict(Counter(str(test["outcome"]) for test in tests)), "tests": tests,
             "not_run": [name for name in self.chosen if name not in done],
         }  # fmt: skip
@@ -100,6 +113,25 @@ class LongReport:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         self.write()
         terminalreporter.write_line(table(self.as_json()))
+
+
+class LeftOut:
+    """In a process of xdist's: the tests that its report has as done."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.names = names
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        leave_out(self.names, config, items)
+
+
+def leave_out(names: list[str], config: pytest.Config, items: list[pytest.Item]) -> None:
+    done = set(names)
+    left_out = [item for item in items if item.nodeid in done]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid not in done]
 
 
 class FailuresAtOnce:
@@ -147,7 +179,7 @@ def table(found: dict) -> str:
         lines.append(f"| {name} | {said} | {seconds[name]:.0f} |")
     others = [test for test in found["tests"] if test["outcome"] not in DONE]
     lines += ["", *(f"- {test['outcome']}: {test['id']}" for test in others)]
-    lines += [f"- cut off in {found['running']}"] if found["running"] else []
+    lines += [f"- cut off in {name}" for name in found["running"]]
     return "\n".join(lines).rstrip() + "\n"
 
 

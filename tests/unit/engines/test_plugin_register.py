@@ -136,8 +136,9 @@ if os.fork() == 0:
     left.recv(1)
     server.close()  # as the interpreter's end does
     os._exit(0)
-print(inode, right.recv(100).decode(), flush=True)
+said = right.recv(100).decode()
 server.close()
+print(inode, said, flush=True)  # by now nobody listens
 input()
 right.send(b".")
 os.wait()

@@ -102,7 +102,7 @@ def test_a_run_that_is_cut_off_is_resumed_without_what_passed(pytester, tmp_path
     report = LongReport(tmp_path / "long.json", pytester.path)
     assert outcomes(report) == {"test_a": "passed", "test_b": "failed"}
     found = json.loads(report.file.read_text())
-    assert found["running"] == "test_some.py::test_c"
+    assert found["running"] == ["test_some.py::test_c"]
     assert found["not_run"] == ["test_some.py::test_c", "test_some.py::test_d"]
     assert "- cut off in test_some.py::test_c" in report.file.with_suffix(".md").read_text()
 
@@ -115,7 +115,7 @@ def test_a_run_that_is_cut_off_is_resumed_without_what_passed(pytester, tmp_path
     assert made.read_text() == "xx"
     resumed = begun(pytester, tmp_path)
     assert outcomes(resumed)["test_b"] == "failed" and made.read_text() == "xx", "only what has not passed is run"
-    assert json.loads(resumed.file.read_text())["not_run"] == [] and resumed.as_json()["running"] is None
+    assert json.loads(resumed.file.read_text())["not_run"] == [] and resumed.as_json()["running"] == []
     assert len(outcomes(begun(pytester, tmp_path, "-k", "test_a", resume=False))) == 1
 
 
@@ -125,6 +125,30 @@ def test_what_passed_in_a_changed_tree_is_run_again(pytester, tmp_path, commit):
     pytester.makepyfile(test_other="def test_b(): pass")
     begun(pytester, tmp_path)
     assert outcomes(begun(pytester, tmp_path, "-k", "test_b")) == {"test_b": "passed"}
+
+
+def test_processes_leave_out_what_passed_before(pytester, tmp_path, commit):
+    """Each test writes its name: two processes, a run of one file, then one of all."""
+    report = f"LongReport(Path({str(tmp_path / 'long.json')!r}), config.rootpath, resume=True)"
+    pytester.makeconftest(
+        "from pathlib import Path\nfrom tests.long_report import WORKER_INPUT, LeftOut, LongReport\n"
+        "def pytest_configure(config):\n    config.pluginmanager.register(LeftOut(config.workerinput[WORKER_INPUT]) if "
+        f"hasattr(config, 'workerinput') else {report})\n"
+    )
+    made = tmp_path / "made"
+    write = f"    with open({str(made)!r}, 'a') as file: file.write('%s')\n"
+    pytester.makepyfile(
+        test_one="def test_a():\n" + write % "a", test_two="def test_b():\n" + write % "b" + "    assert False\n"
+    )
+    commit()
+    words = ["-p", "no:cacheprovider", "-n", "2", "--dist", "loadfile"]
+    pytester.runpytest_inprocess(*words, "test_one.py")
+    pytester.runpytest_inprocess(*words)
+    found = json.loads((tmp_path / "long.json").read_text())
+    assert {test["id"]: test["outcome"] for test in found["tests"]} == {
+        "test_one.py::test_a": "passed", "test_two.py::test_b": "failed",
+    }  # fmt: skip
+    assert made.read_text() == "ab" and found["not_run"] == [] and found["running"] == []
 
 
 def test_a_failure_is_named_at_once(pytester):
