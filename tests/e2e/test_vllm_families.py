@@ -24,9 +24,9 @@ EQUAL = 5e-5
 both are off float64 by more than 1e-5."""
 NEAR = 1e-5
 DIFFERENT = 0.1
-ROUNDED = 0.2
-"""Largest mean difference where vLLM computes in bf16 alone (gated delta nets on a CPU), against fp32: transformers in
-bf16 is off by 0.1. Other weights are off by more than four times this."""
+ROUNDED = 0.1
+"""Largest mean difference where vLLM computes in bf16 alone (gated delta nets on a CPU), against fp32: 0.02 to 0.06 was
+seen. Other weights are off by more than four times this."""
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 USUAL = ("qwen2", "gemma3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
