@@ -1,6 +1,7 @@
 """Lets the stock SGLang wheel import, and serve, where there is no GPU. For tests; copied into a venv by setup.sh.
 
-On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but some of its code assumes CUDA (its import of torchvision too: requirements/torchvision_on_cpu.py):
+On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but some of its code assumes CUDA (of torchvision's:
+requirements/torchvision_on_cpu.py):
 
 - `sgl_kernel`, its kernel package, has no CPU wheel. Here every submodule and attribute of that name exists, and raises
   NotImplementedError when it is called: a code path that really needs a kernel fails by name, instead of computing
@@ -119,7 +120,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name.split(".")[0] == KERNEL_PACKAGE:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        elif name in CHANGED:
+        if name in CHANGED:
             found = importlib.machinery.PathFinder.find_spec(name, path)
             if found is not None and found.loader is not None:
                 found.loader = _ChangingLoader(found.loader, CHANGED[name])
