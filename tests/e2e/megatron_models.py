@@ -222,12 +222,17 @@ def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int =
     return directory
 
 
-def save_with_tower(directory: Path, kind: str) -> Path:
-    """A model with pictures of Qwen3.5's architecture in bfloat16; its language model is `hf_model`'s of this kind."""
+WITH_TOWER = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+
+
+def save_with_tower(directory: Path, kind: str, text: Any = None) -> Path:
+    """A model with pictures of Qwen3.5's architecture in bfloat16; text: its language model, else `hf_model`'s of this
+    kind."""
     import transformers
 
-    text, name = hf_model(kind, tied=False), {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[kind]
-    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=64)
+    text, name = text or hf_model(kind, tied=False), WITH_TOWER[kind]
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2)
+    vision |= dict(out_hidden_size=text.config.hidden_size)
     vision |= dict(num_position_embeddings=16)
     config = getattr(transformers, f"{name}Config")(
         text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision

@@ -4,7 +4,7 @@ and then syncs other weights into the running engine, twice.
 `python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each family, all of them without arguments:
 
 exported    the largest difference of a prompt's log-probabilities to transformers with the weights from before the
-            conversion, in fp32; of families in bf16 (IN_BF16) the mean
+            conversion, in fp32; of families in bf16 (IN_BF16) the mean. Qwen3.5's have their vision tower
 synced      the same after each sync, over gloo and over disk
 moved       how far apart by that measure the weights of each sync are from those before it
 exact       the largest difference of each side to transformers in float64, over all three weights; of the trainer too
@@ -47,7 +47,18 @@ from torch.overrides import TorchFunctionMode
 from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
-from tests.e2e.megatron_models import DELTA, EXPERTS, KINDS, VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch
+from tests.e2e.megatron_models import (
+    DELTA,
+    EXPERTS,
+    KINDS,
+    VOCAB,
+    WITH_TOWER,
+    hf_logprobs,
+    hf_model,
+    make_trainer,
+    policy_batch,
+    save_with_tower,
+)
 from tests.ranks import flat_bytes
 
 HIDDEN = 128
@@ -116,7 +127,10 @@ def model_of(kind: str, seed: int):
 
 def save(kind: str, seed: int, directory: Path) -> None:
     model = model_of(kind, seed)
-    (model.bfloat16() if kind in IN_BF16 else model).save_pretrained(directory)
+    if kind in WITH_TOWER:  # as all that were released
+        save_with_tower(directory, kind, model)
+    else:
+        (model.bfloat16() if kind in IN_BF16 else model).save_pretrained(directory)
 
 
 def convert(kind: str, work: Path) -> Path:
@@ -139,7 +153,8 @@ def add_the_head(directory: Path) -> None:
 def weights_of(kind: str, seed: int, directory: Path) -> Tensors:
     """As a checkpoint names and cuts them, which is how the trainer sends them."""
     save(kind, seed, directory)
-    return load_file(directory / "model.safetensors")
+    found = load_file(directory / "model.safetensors")
+    return {name: tensor for name, tensor in found.items() if not name.startswith("model.visual.")}
 
 
 @contextmanager
@@ -149,7 +164,8 @@ def engine_of(model: Path, **more: Any) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     config = json.loads((model / "config.json").read_text())
-    options: dict[str, Any] = dict(dtype=config["dtype"], enforce_eager=True, skip_tokenizer_init=True)
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in config else {}
+    options |= dict(dtype=config["dtype"], enforce_eager=True, skip_tokenizer_init=True)
     options |= dict(max_model_len=64, max_num_seqs=2)
     options |= dict(max_num_batched_tokens=64) | more  # which is also what vLLM tries out at its start
     if "kv_lora_rank" in config:
