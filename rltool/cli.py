@@ -95,11 +95,11 @@ INTERRUPTED = 130
 
 EXIT_CODES: dict[str, str] = {
     "0": "done; a run or a service that SIGTERM or `rltool stop` ended in order",
-    "1": "failure; or the answer is no: `models PATH` (not supported), `models check`, `debug weights` and `diff-dumps` "
-    "(something differs), `doctor` (something is broken), `engines` (one of them failed)",
+    "1": "failure; or the answer is no: `models PATH` (not supported), `models check`, `debug weights` and `diff-dumps`"
+    " (something differs), `doctor` (something is broken), `engines` (one of them failed)",
     "2": "wrong usage or configuration; nothing was started",
-    "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself ends with "
-    "1 then",
+    "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself"
+    " ends with 1 then",
     "130": "Ctrl-C",
     "128 + N": "ended by signal N before it could end in order: `debug rollout-only` after SIGTERM (143), `train "
     "--restarts` whose last attempt was killed (137 by SIGKILL, often for memory)",
