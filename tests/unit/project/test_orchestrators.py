@@ -1,5 +1,5 @@
-"""docs/hosts.md: its manifests are what Kubernetes' schemas allow, its script does with Slurm's commands what the page
-says, and every rltool command in them parses."""
+"""The manifests of recipes/hardware are what Kubernetes' schemas allow, its script does with Slurm's commands what
+docs/hosts.md says, and every rltool command in them parses."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ import yaml
 
 from rltool.cli import load_command
 
-PAGE = (Path(__file__).resolve().parents[3] / "docs" / "hosts.md").read_text()
-SCRIPT = re.search(r"```bash\n(.*?)```", PAGE, re.DOTALL)[1]
-MANIFESTS = list(yaml.safe_load_all(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1]))
+HARDWARE = Path(__file__).resolve().parents[3] / "recipes" / "hardware"
+SCRIPT = (HARDWARE / "slurm.sh").read_text()
+MANIFESTS = list(yaml.safe_load_all((HARDWARE / "kubernetes.yaml").read_text()))
 KUBERNETES = ("1.30", "1.37")
 """The oldest release that is compared, and the newest whose schemas the package has."""
 
