@@ -86,6 +86,8 @@ def serve_trainer(
     settings = with_local_models(named)
     if settings.lora.rank:
         raise UsageError("lora.rank: clients choose the rank of their adapters; --lora-rank bounds it")
+    if settings.trainer.router_bias_update_rate:
+        raise UsageError("trainer.router_bias_update_rate moves the model's routers, and clients train adapters alone")
     directory = _run(run, settings)
     fleet = probed(settings) if settings.engines.external else None
     if fleet is not None:
