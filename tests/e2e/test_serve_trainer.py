@@ -89,7 +89,7 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
     for name in ("base", "trained", "saved", "scored"):
         np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
     assert np.abs(np.subtract(found["base"]["trainer"], found["trained"]["trainer"])).max() > 1e-3
-    assert found["sampler"] and found["n"] == 3 and found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
+    assert found["base_model"] == "tiny" and found["n"] == 3 and found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
     assert found["stopped"] == ["stop", 1] and found["length"] == "length"
     assert all(np.argmax([p for _, p in row]) == 0 for row in found["topk"])
     assert found["topk_of_greedy"] == found["greedy"]
@@ -106,8 +106,8 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
 
 def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(served, tmp_path):
     replay = write_job(tmp_path, served.job.model, None)
-    updates = served.result("alice", "own_loop", str(replay.root), "2", str(EXAMPLES), "1e-3")["updates"]
-    assert len(updates) == 4
+    updates = served.result("alice", "own_loop", str(replay.root), "1", str(EXAMPLES), "1e-3")["updates"]
+    assert len(updates) == 2
     for step, each in enumerate(updates):
         samples = []
         for group, (prompt, sampled, rewards) in enumerate(each["groups"]):
@@ -118,7 +118,7 @@ def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(ser
                 samples.append(sample)
         write_dump(tmp_path / "sampled", step=step, seed=0, samples=samples)
     replay(
-        "debug train-only", "replay", "--rollouts", str(tmp_path / "sampled"), "--steps", "4",
+        "debug train-only", "replay", "--rollouts", str(tmp_path / "sampled"), "--steps", "2",
         sets=[
             "seed=0", "optimizer_steps_per_rollout=1", "lora.rank=4", "algorithm.advantage.normalize_std=true",
             "algorithm.old_logprobs=rollout",
@@ -128,9 +128,9 @@ def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(ser
     for name, key in {"loss": "train/loss", "norm": "train/grad_norm"}.items():
         ours, theirs = [each[name] for each in updates], [each[key] for each in trained]
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6, abs=1e-6), name
-        # Adam has divided what rounding left of small gradients by their size.
+        # The second is of the weights after the first; Adam has divided rounding of small gradients by their size.
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
-    assert min(each["norm"] for each in updates) > 1e-3
+    assert updates[0]["norm"] > 1e-3 and abs(updates[1]["loss"]) > 1e-4
 
 
 def test_two_tenants_sample_beside_each_other_and_neither_from_the_others_weights(served):

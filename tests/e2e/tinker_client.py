@@ -180,8 +180,7 @@ def sampling(service):
     found["trained"] = both(sampler, client)
     path = client.save_weights_for_sampler("one").result().path
     saved = service.create_sampling_client(model_path=path)
-    session = saved._sampling_session_id
-    found["sampler"] = service.create_rest_client().get_sampler(session).result().model_path == path
+    found["base_model"] = saved.get_base_model()
     found["saved"] = both(saved, client)
     tokens = [5, 17, 40, 3, 90, 61]
     found["scored"] = {
