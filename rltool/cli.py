@@ -93,6 +93,19 @@ EXTRA_OF_PACKAGE = {
 
 INTERRUPTED = 130
 
+EXIT_CODES: dict[str, str] = {
+    "0": "done; a run or a service that SIGTERM or `rltool stop` ended in order",
+    "1": "failure; or the answer is no: `models PATH` (not supported), `models check`, `debug weights` and `diff-dumps`"
+    " (something differs), `doctor` (something is broken), `engines` (one of them failed)",
+    "2": "wrong usage or configuration; nothing was started",
+    "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself"
+    " ends with 1 then",
+    "130": "Ctrl-C",
+    "128 + N": "ended by signal N before it could end in order: `debug rollout-only` after SIGTERM (143), `train "
+    "--restarts` whose last attempt was killed (137 by SIGKILL, often for memory)",
+}
+"""What the command line can end with; docs/cli.md shows this table, a test compares it with the code."""
+
 
 def load_command(name: str) -> Any:
     """The real click command behind a verb; imports its module."""
@@ -163,7 +176,7 @@ for _name, _verb in VERBS.items():
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exits 0, 1 (failure), 2 (wrong usage or configuration) or 130 (interrupted)."""
+    """Entry point. Exits as in EXIT_CODES."""
     code: list[int] = []
     if argv is None:  # the process is ours; registered first, it runs after what libraries have registered
         atexit.register(_leave, code)

@@ -375,7 +375,8 @@ def test_the_environment_of_the_docs_can_be_won():
 
 def test_the_page_of_models_is_up_to_date_and_names_every_architecture():
     assert PAGES["docs/models.md"] == generator().models_page(), "run: python docs/generate.py models"
-    assert set(re.findall(r"`(\w+ForCausalLM)`", PAGES["docs/models.md"])) == set(supported_architectures())
+    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", PAGES["docs/models.md"])
+    assert set(named) == set(supported_architectures())
 
 
 def test_the_page_of_tinkers_api_is_up_to_date_and_names_tests_that_exist():
