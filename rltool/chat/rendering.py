@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, ToolCall, template_messages
-from rltool.chat.parsers.parsed import Parser
+from rltool.chat.parsers.parsed import Parser, Tools
 from rltool.errors import UsageError
-from rltool.rollout.tokenizer import Tokenizer
+from rltool.rollout.tokenizer import TemplateFailed, Tokenizer
 
 SENTINEL = "Xq7sentinel7qX"
 """A word that no template writes by itself and none changes: what stands behind it closes an assistant's turn."""
@@ -38,12 +38,13 @@ class Renderer:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer, self._parser, self._arguments = tokenizer, parser, dict(template_arguments)
         self.longest_token = tokenizer.longest_token()
+        self._arguments_as_text = tokenizer.has_template and self._wants_arguments_as_text()
         self._closing = self._find_closing() if tokenizer.has_template else None
 
     def prompt(self, conversation: Conversation) -> Suffix:
         """The whole conversation, ending where the assistant's reply begins."""
         text = self._render(conversation.messages, conversation.tools, ask=True)
-        return Suffix(tuple(self._tokenizer.encode_rendered(text)), _opens_reasoning(text))
+        return Suffix(tuple(self._tokenizer.encode_rendered(text)), self._parser.opens_reasoning(text))
 
     def extension(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix | None:
         """What follows the tokens of `recorded`, with which the conversation begins; None where the template does not
@@ -53,7 +54,7 @@ class Renderer:
         if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
             return None
         ids = self._tokenizer.encode_rendered(self._closing + whole[len(before) :])
-        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(whole))
+        return Suffix(tuple(_without_stop(ids, stop_id)), self._parser.opens_reasoning(whole))
 
     def observation(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix:
         """As `extension`, keeping the recorded tokens whatever the template would make of the past now: where
@@ -73,7 +74,7 @@ class Renderer:
             )
         following = text.partition(SENTINEL)[2]
         ids = self._tokenizer.encode_rendered(following)
-        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(text))
+        return Suffix(tuple(_without_stop(ids, stop_id)), self._parser.opens_reasoning(text))
 
     def raw(self, text: str, *, first: bool) -> tuple[int, ...]:
         """Ids of a plain text; with BOS, where the tokenizer adds one, if it is the `first` of its sequence."""
@@ -93,7 +94,7 @@ class Renderer:
         """Of each token alone."""
         return [self._tokenizer.decode_everything([token]) for token in token_ids]
 
-    def message(self, text: str, *, turn: str, tools: bool, reasoning_open: bool) -> Message:
+    def message(self, text: str, *, turn: str, tools: Tools, reasoning_open: bool) -> Message:
         """The assistant's message in `text`; the ids of its tool calls are made of the turn's."""
         parsed = self._parser.parse(text, tools=tools, reasoning_open=reasoning_open)
         calls = tuple(
@@ -101,7 +102,7 @@ class Renderer:
         )
         return Message("assistant", parsed.text, parsed.reasoning, calls)
 
-    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+    def certain(self, text: str, *, tools: Tools, reasoning_open: bool) -> str:
         """The beginning of a reply that is still being written whose `message` is the beginning of the whole one's."""
         return self._parser.certain(text, tools=tools, reasoning_open=reasoning_open)
 
@@ -110,9 +111,18 @@ class Renderer:
         return self._tokenizer.decode_everything(token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        return self._tokenizer.render_messages(
-            template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
-        )
+        given = template_messages(messages, arguments_as_text=self._arguments_as_text)
+        return self._tokenizer.render_messages(given, tools=tools, ask=ask, arguments=self._arguments)
+
+    def _wants_arguments_as_text(self) -> bool:
+        """Of calls. Some templates (DeepSeek's) put them behind other text: they fail on an object, or write Python's
+        form of it."""
+        call = ToolCall("call00000", "example", {"key": "value"})
+        messages = template_messages((Message("user", "Hello."), Message("assistant", "", tool_calls=(call,))))
+        try:
+            return "{'key'" in self._tokenizer.render_messages(messages, ask=False, arguments=self._arguments)
+        except TemplateFailed:
+            return True
 
     def _find_closing(self) -> str:
         """What the template writes behind an assistant's text, such as "<|im_end|>\\n"."""
@@ -132,7 +142,3 @@ class Renderer:
 def _without_stop(ids: list[int], stop_id: int | None) -> list[int]:
     """Without the stop token that the model has sampled itself."""
     return ids[1:] if stop_id is not None and ids[:1] == [stop_id] else ids
-
-
-def _opens_reasoning(text: str) -> bool:
-    return text.rstrip().endswith("<think>")

@@ -62,6 +62,11 @@ class Tokenizer:
     def has_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @property
+    def template(self) -> str:
+        """Jinja; of several the text of all; empty without one."""
+        return str(self._hf.chat_template or "")
+
     def render_messages(
         self,
         messages: Sequence[dict[str, Any]],
