@@ -11,15 +11,16 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from rltool.config.loader import Loaded
+from rltool.config.loader import Loaded, load_config
 from rltool.config.parallel import ParallelLayout
 from rltool.config.sections import TrainerConfig
 from rltool.config.serve import POLICY, EngineGroup
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.parallel_flags import parallel_sizes
-from rltool.engines.launch.plan import Host, Seat, Slot, engine_slots, seat_slots, shares_seat
+from rltool.engines.launch.plan import Host, Seat, Slot, engine_slots, seat_slots
 from rltool.errors import UsageError
 from rltool.models.base import Family
 from rltool.models.layout import owner_stage
@@ -43,6 +44,11 @@ LAYOUT_KEYS = frozenset(
     )
 )  # fmt: skip
 """A configuration that sets one of them has a layout; else one is looked for."""
+SEQUENCE, WORLD_SIZE = "trainer.sequence_parallel", "trainer.world_size"
+
+
+MOST_RANKS = 8192
+"""Up to which a layout that fits is looked for, to say how many ranks would do."""
 
 
 class Rate(NamedTuple):
@@ -104,7 +110,6 @@ class Engines:
 
     count: int
     gpus: int
-    hosts_each: int
     bytes: EngineBytes
     cache_tokens: int
 
@@ -178,21 +183,48 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
 
 
-def plan_cluster(
-    loaded: Loaded[TrainConfig], family: Family, cluster: Cluster, rates: Mapping[str, float], *, sample_tokens: int,
-    trainer_hosts: int | None = None,
-) -> ClusterPlan:  # fmt: skip
-    """The plan of a configuration. sample_tokens: of prompt and response, on average. trainer_hosts: hosts of ranks
-    alone; None: as trainer.world_size says, else all that engines leave: half of the hosts, all where they share GPUs.
+def configured(
+    files: Sequence[Path], sets: Sequence[str], model: Path | None, cluster: Cluster, trainer_hosts: int | None = None
+) -> Loaded[TrainConfig]:
+    """A run's configuration (as for load_config, without the rules of a run that starts) on this cluster, in bfloat16
+    unless it sets model.dtype, with as many ranks as it has there.
 
-    Raises UsageError for what cannot be: sizes that do not divide, more ranks or engines than GPUs.
+    trainer_hosts: hosts of ranks alone; None: as trainer.world_size says, else half of the hosts, all where engines
+    share the ranks' GPUs. Raises UsageError for sizes that do not divide the ranks, and more ranks than GPUs.
     """
+    flags: dict[str, tuple[str, Any]] = {"model.path": ("MODEL", model)}
+    # Sizes are compared with the number of ranks, which is to be known first.
+    uncut = {key: ("", 1) for key in LAYOUT_KEYS if key.endswith("_parallel")} | {SEQUENCE: ("", False)}
+    first = load_config(TrainConfig, files, sets, flags | uncut, rules=())
+    given = first.config
+    alone = given.engines.shares_gpus or not given.needs_engines
+    gpus = cluster.hosts * cluster.gpus_per_host
+    if trainer_hosts is not None:
+        flag, ranks = "--trainer-hosts", trainer_hosts * cluster.gpus_per_host
+    elif WORLD_SIZE in first.origins:
+        flag, ranks = first.origins[WORLD_SIZE], given.trainer.world_size
+    else:
+        flag, ranks = "--hosts", gpus if alone else max(1, cluster.hosts // 2) * cluster.gpus_per_host
+    if ranks > gpus or (ranks == gpus and not alone):
+        raise UsageError(
+            f"{ranks} ranks ({flag}) on {cluster.hosts} x {cluster.gpus_per_host} GPUs leave none for engines: more "
+            '--hosts, a lower --trainer-hosts (trainer.world_size), or engines.mode = "colocate"'
+        )
+    dtype = None if "model.dtype" in first.origins else "bfloat16"  # a run's own default, float32, is for CPUs
+    flags |= {WORLD_SIZE: (flag, ranks), "model.dtype": ("rltool plan", dtype)}
+    return load_config(TrainConfig, files, sets, flags, rules=())
+
+
+def plan_cluster(
+    loaded: Loaded[TrainConfig], family: Family, cluster: Cluster, rates: Mapping[str, float], *, sample_tokens: int
+) -> ClusterPlan:  # fmt: skip
+    """The plan of what `configured` returned. sample_tokens: of prompt and response, on average. Raises UsageError for
+    what the model cannot be cut into, and for more engines than GPUs are left."""
     config, per_host = loaded.config, cluster.gpus_per_host
-    gpus = cluster.hosts * per_host
+    ranks, gpus = config.trainer.world_size, cluster.hosts * per_host
     shared = config.needs_engines and config.engines.shares_gpus
-    ranks = _ranks(loaded, cluster, trainer_hosts, alone=shared or not config.needs_engines)
-    trainer, memory = _layout(loaded, family, cluster, ranks)
-    problems = list(_rank_problems(memory, cluster, ranks, config))
+    trainer, memory = _layout(loaded, family, cluster)
+    problems = list(_rank_problems(memory, cluster, ranks, config, family))
     engines, seats = None, []
     if config.needs_engines:
         hosts = _hosts(cluster, 0 if shared else ranks, end=ranks if shared else gpus)
@@ -216,10 +248,20 @@ def plan_cluster(
     training, notes = 0.0, list[str]()
     if trainer is not None:
         if engines is not None:
-            sync = tuple(sync_links(family, trainer.layout, per_host, seats, config, rates, item=item))
+            links = sync_links(family, trainer.layout, per_host, seats, config, rates, item=item)
+            sync = tuple(link for link in links if link.carried)
         step = tuple(_step_links(family, trainer, per_host, tokens, rates, config.model.dtype))
         training, notes = _training(family, trainer, tokens, sample_tokens, rates)
         notes += _layout_notes(trainer.layout, per_host)
+        if transport == "nccl" and not config.weights.delta and seats:
+            patched = config.model_copy(update={"weights": config.weights.model_copy(update={"delta": True})})
+            links = sync_links(family, trainer.layout, per_host, seats, patched, rates, item=item)
+            faster = max(link.seconds for link in links)
+            if max(link.seconds for link in sync) > max(training, 2 * faster):
+                notes.append(
+                    f"with patches (weights.delta = true) a sync takes {seconds_text(faster)}; each engine is sent a "
+                    "copy, so fewer, larger ones take less"
+                )
     return ClusterPlan(
         cluster, trainer, memory, engines, tuple(_on_hosts(cluster, ranks, seats)), gpus - held,
         tuple(_connections(config, ranks, engines, transport)), transport, sync, step, training, tokens,
@@ -230,53 +272,34 @@ def plan_cluster(
 # -- ranks
 
 
-def _ranks(loaded: Loaded[TrainConfig], cluster: Cluster, hosts: int | None, *, alone: bool) -> int:
-    gpus = cluster.hosts * cluster.gpus_per_host
-    if hosts is not None:
-        ranks = hosts * cluster.gpus_per_host
-    elif "trainer.world_size" in loaded.origins:
-        ranks = loaded.config.trainer.world_size
-    else:
-        ranks = gpus if alone else max(1, cluster.hosts // 2) * cluster.gpus_per_host
-    if ranks > gpus or (ranks == gpus and not alone):
-        raise UsageError(
-            f"{ranks} ranks on {cluster.hosts} x {cluster.gpus_per_host} GPUs leave none for engines: more --hosts, a "
-            'lower --trainer-hosts (trainer.world_size), or engines.mode = "colocate"'
-        )
-    return ranks
-
-
 def _layout(
-    loaded: Loaded[TrainConfig], family: Family, cluster: Cluster, ranks: int
-) -> tuple[TrainerConfig | None, RankMemory | None]:
+    loaded: Loaded[TrainConfig], family: Family, cluster: Cluster
+) -> tuple[TrainerConfig | None, RankMemory | None]:  # fmt: skip
     config = loaded.config
-    tokens, dtype = config.trainer.max_tokens_per_micro_batch, config.model.dtype
     if loaded.origins.keys().isdisjoint(LAYOUT_KEYS):
-        found = fitting_layout(
-            family, gpus=ranks, gpu_bytes=cluster.gpu_bytes, tokens=tokens, dtype=dtype, lora=config.lora,
-            gpus_per_host=cluster.gpus_per_host,
-        )  # fmt: skip
-        return found or (None, None)
-    try:
-        trainer = TrainerConfig.model_validate(config.trainer.model_dump() | {"world_size": ranks})
-    except ValueError as error:
-        raise UsageError(f"[trainer] on {ranks} ranks: {_reason(error)}") from None
-    return trainer, training_memory(family, trainer, dtype=dtype, lora=config.lora)
+        return _found_layout(config, family, cluster, config.trainer.world_size) or (None, None)
+    return config.trainer, training_memory(family, config.trainer, dtype=config.model.dtype, lora=config.lora)
 
 
-def _reason(error: ValueError) -> str:
-    """Of pydantic's: its own words."""
-    errors = getattr(error, "errors", None)
-    return "; ".join(one["msg"].removeprefix("Value error, ") for one in errors()) if errors else str(error)
+def _found_layout(
+    config: TrainConfig, family: Family, cluster: Cluster, ranks: int
+) -> tuple[TrainerConfig, RankMemory] | None:  # fmt: skip
+    return fitting_layout(
+        family, gpus=ranks, gpu_bytes=cluster.gpu_bytes, tokens=config.trainer.max_tokens_per_micro_batch,
+        dtype=config.model.dtype, lora=config.lora, gpus_per_host=cluster.gpus_per_host,
+    )  # fmt: skip
 
 
-def _rank_problems(memory: RankMemory | None, cluster: Cluster, ranks: int, config: TrainConfig) -> Iterator[str]:
+def _rank_problems(
+    memory: RankMemory | None, cluster: Cluster, ranks: int, config: TrainConfig, family: Family
+) -> Iterator[str]:
     room = f"{cluster.gpu_bytes / GIB:.0f} GiB"
     if memory is None:
-        yield (
-            f"no layout of {ranks} ranks fits GPUs of {room}, with {config.trainer.max_tokens_per_micro_batch:,} tokens "
-            "a micro-batch: more hosts of ranks, or fewer tokens"
-        )
+        tokens = config.trainer.max_tokens_per_micro_batch
+        more = (ranks << times for times in range(1, 13) if ranks << times <= MOST_RANKS)
+        enough = next((number for number in more if _found_layout(config, family, cluster, number)), None)
+        helps = f"{enough} do" if enough is not None else f"up to {MOST_RANKS} do not either"
+        yield f"no layout of {ranks} ranks fits GPUs of {room} with {tokens:,} tokens a micro-batch; {helps}"
     elif memory.total > USED * cluster.gpu_bytes:
         parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "head")}
         largest = max(parts, key=lambda name: parts[name])
@@ -295,7 +318,8 @@ def _layout_notes(layout: ParallelLayout, per_host: int) -> list[str]:
         )
     if layout.ep > 1 and per_host % (layout.tp * layout.ep):
         notes.append(
-            f"experts are spread over {layout.tp * layout.ep} GPUs, more than a host has: their tokens cross the network"
+            f"experts are spread over {layout.tp * layout.ep} GPUs, more than a host has: their tokens cross the "
+            "network"
         )
     return notes
 
@@ -328,7 +352,7 @@ def _engines(
     placed = [(slot, seats) for slot, seats in zip(slots, every, strict=True) if _takes_weights(slot)]
     sizes = Counter(slot.group.name for slot, _ in placed)
     most = next(slot.group for slot, _ in placed if slot.group.name == sizes.most_common(1)[0][0])
-    return _engine_facts(most, family, config, cluster, len(placed), placed[0][0].shares), [s for _, s in placed]
+    return _engine_facts(most, family, config, cluster, len(placed)), [s for _, s in placed]
 
 
 def _takes_weights(slot: Slot) -> bool:
@@ -336,8 +360,8 @@ def _takes_weights(slot: Slot) -> bool:
 
 
 def _engine_facts(
-    group: EngineGroup, family: Family, config: TrainConfig, cluster: Cluster, count: int, shares: Sequence[int]
-) -> Engines:
+    group: EngineGroup, family: Family, config: TrainConfig, cluster: Cluster, count: int
+) -> Engines:  # fmt: skip
     sizes = parallel_sizes(group)
     if family.transformer["num_attention_heads"] % sizes.tp:
         raise UsageError(
@@ -347,7 +371,7 @@ def _engine_facts(
     needs = engine_bytes(family, tensor_parallel=sizes.tp, dtype=config.model.dtype)
     on_gpu = USED * cluster.gpu_bytes / group.engines_per_gpu - BESIDE_BYTES - needs.weights / (sizes.tp * sizes.pp)
     tokens = int(on_gpu // (needs.cache / sizes.pp)) * sizes.dp
-    return Engines(count, sizes.world_size, len(shares), needs, tokens)
+    return Engines(count, sizes.world_size, needs, tokens)
 
 
 def _found_group(
@@ -360,7 +384,7 @@ def _found_group(
     within = [(tp, 1) for tp in (1, 2, 4, 8) if tp <= per_host and heads % tp == 0]
     for tp, pp in [*within, *((per_host, pp) for pp in range(2, len(hosts) + 1) if heads % per_host == 0)]:
         group = EngineGroup(tp=tp, flags=("--pipeline-parallel-size", str(pp)) if pp > 1 else ())
-        if _engine_facts(group, family, config, cluster, 1, (tp,)).cache_tokens < 1:
+        if _engine_facts(group, family, config, cluster, 1).cache_tokens < 1:
             continue
         if pp > 1:
             count = sum(len(host.gpus) == per_host for host in hosts) // pp
@@ -379,11 +403,11 @@ def _on_hosts(cluster: Cluster, ranks: int, seats: Sequence[tuple[Seat, ...]]) -
         if first < end:
             found[host].append(f"{end - first} ranks")
     whole = Counter(seat.node for taken in seats if len(taken) == 1 for seat in taken)
-    parts = Counter(seat.node for taken in seats if len(taken) > 1 for seat in taken)
+    parts = Counter((seat.node, len(taken)) for taken in seats if len(taken) > 1 for seat in taken)
     for node, count in whole.items():
         found[int(node)].append(f"{count} engine{'s' * (count > 1)}")
-    for node, count in parts.items():
-        found[int(node)].append(f"part{'s' * (count > 1)} of {count} engine{'s' * (count > 1)}")
+    for (node, spread), count in parts.items():
+        found[int(node)].append(f"{count} of the {spread} parts of an engine")
     start = 0
     for host in range(1, cluster.hosts + 1):
         if host == cluster.hosts or found[host] != found[start]:
@@ -454,7 +478,8 @@ def sync_links(
     yield link("gathering: into rank 0 from other hosts", far, "network")
     yield link("gathering: into rank 0 from its own host", near, "nvlink")
     if transport == "nccl":
-        yield link(f"out of rank 0's network adapter, {len(taken) - here} copies", sent * (len(taken) - here), "network")
+        away = len(taken) - here
+        yield link(f"out of rank 0's network adapter, {away} copies", sent * away, "network")
         yield link(f"out of rank 0 to engines of its host, {here} copies", sent * here, "nvlink")
     elif transport == "gloo":
         # A binomial tree from rank 0 over the workers of each engine.
@@ -504,7 +529,8 @@ def _training(
     if layout.pp > 1:
         bubble = (layout.pp - 1) / max(1.0, micro_batches)
         seconds *= 1 + bubble
-        notes.append(f"pipeline: ranks wait {bubble / (1 + bubble):.0%} of a step, with {micro_batches:.1f} micro-batches")
+        waiting = bubble / (1 + bubble)
+        notes.append(f"pipeline: ranks wait {waiting:.0%} of a step, with {micro_batches:.1f} micro-batches")
     return seconds, notes
 
 
@@ -514,6 +540,4 @@ def _connections(config: TrainConfig, ranks: int, engines: Engines | None, trans
         groups = {"nccl": "an NCCL communicator", "gloo": "a gloo group"}.get(transport)
         if groups is not None:
             yield f"weight transfer at rank 0, a thread and {groups} each", engines.count
-        if config.engines.started_by_train:
-            yield "Ray actors on hosts of engines", math.ceil(engines.count * engines.hosts_each / max(1, engines.count))
-    yield "Ray actors of ranks", ranks
+    yield "Ray actors of ranks, each in the process groups of its layout", ranks
