@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes the pages of the docs that follow from the code: configuration.md from the configuration models, cli.md from
-the Typer commands, rooms.md from the packages' docstrings, models.md from the families' files.
+the Typer commands, rooms.md from the packages' docstrings, models.md from the families' files, tinker-api.md from the
+table of routes below.
 
-python docs/generate.py [configuration] [cli] [rooms] [models]   rewrite these pages; without a name all four
+python docs/generate.py [configuration] [cli] [rooms] [models] [tinker-api]   rewrite these pages; without a name all
 python docs/generate.py --check ...     exit 1 if one of them is not what this script would write
 """
 
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from rltool.algorithms.named_losses import LOSSES
 from rltool.cli import EXIT_CODES, VERBS, load_command
 from rltool.commands.models import facts
 from rltool.config.base import Config
@@ -81,7 +83,8 @@ MODELS_CHECKED = """
 Random weights of four layers in which all that is special acts, in float32 on a CPU.
 Compared with transformers, on one rank and over two: log-probabilities, loss and gradient norm of a step, and every
 tensor of an export. Converted to torch_dist and back, and a checkpoint of one layout loaded in the others, bit by bit.
-In the engines: log-probabilities of an exported model, and after two syncs of other weights into it;
+In the engines: log-probabilities of an exported model, and after two syncs of other weights into it (with gated delta
+nets in bf16: vLLM's kernels for a CPU take nothing else);
 not SGLang: what its 0.5.23 says on a CPU.
 Of released checkpoints SmolLM2-135M was trained, and the shapes of Qwen2.5 (0.5B to 7B) with random weights; others
 were not opened so far.
@@ -94,7 +97,8 @@ MODELS_TAIL = """
 The router of experts adds no auxiliary loss and drops no token; its correction bias is not trained, unless
 `trainer.router_bias_update_rate` moves it.
 With `trainer.tensor_parallel` above 1 a model with experts needs `trainer.sequence_parallel`.
-Multi-token-prediction layers are neither trained nor sent to engines; conversion and export hand them on unchanged.
+Multi-token-prediction layers and vision towers are neither trained nor sent to engines; conversion and export hand
+them on unchanged.
 
 A family of your own: [extending.md](extending.md#adding-a-model-family).
 """
@@ -399,7 +403,88 @@ def engines_of(family: FamilyDefinition, engines: list[str]) -> str:
     return ", ".join(engines) + (f"; not SGLang: {family.no_sglang}" if family.no_sglang else "")
 
 
-PAGES = {"configuration": configuration_page, "cli": cli_page, "rooms": rooms_page, "models": models_page}
+# -- tinker-api.md
+
+TRAINS = "test_the_client_trains_saves_and_loads_and_its_wrong_calls_are_refused_by_name"
+SAMPLES = "test_a_client_trains_and_samples_and_both_agree_on_every_log_probability"
+KILLED = "test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have_given"
+OWN_LOOP = "test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples"
+OVER_HTTP = "test_over_http_a_cancelled_sample_ends_and_health_needs_no_key"
+EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
+CHECKPOINTS = "training_runs/{model}/checkpoints"
+
+SERVED: tuple[tuple[str, str, str], ...] = (
+    ("GET healthz", "without a key; `/health` too", OVER_HTTP),
+    ("POST client/config", "no parallel chunks: they are added up in their order", TRAINS),
+    ("POST client/dynamic_config", "", TRAINS),
+    ("POST create_session", "", TRAINS),
+    ("POST session_heartbeat", "", TRAINS),
+    ("POST telemetry", "read and dropped", TRAINS),
+    ("GET get_server_capabilities", "", OWN_LOOP),
+    ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
+     "says; rank 0 is refused", TRAINS),
+    ("POST get_info", "", OWN_LOOP),
+    ("POST forward_backward", "protobuf; also forward alone; " + ", ".join(f"`{name}`" for name in LOSSES)
+     + "; `forward_backward_custom` needs no more (not tested)", TRAINS),
+    ("POST optim_step", "AdamW, its parameters by call", TRAINS),
+    ("POST save_weights", "with time to live", EXPIRY),
+    ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint", TRAINS),
+    ("POST retrieve_future", "long poll", KILLED),
+    ("POST save_weights_for_sampler", "by path, or for one sampling client", SAMPLES),
+    ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),
+    ("GET samplers/{sampler}", "", SAMPLES),
+    ("POST asample", "prompt log-probabilities, `topk_prompt_logprobs`, `topk_sample_logprobs`, `stop`, `seed`, "
+     "`top_k`, `top_p`", SAMPLES),
+    ("POST cancel_future", "of samples", OVER_HTTP),
+    ("GET training_runs", "a client's models", TRAINS),
+    ("GET training_runs/{model}", "", TRAINS),
+    (f"GET {CHECKPOINTS}", "", TRAINS),
+    ("GET checkpoints", "of all models", TRAINS),
+    ("POST weights_info", "", TRAINS),
+    (f"DELETE {CHECKPOINTS}/weights/{{name}}", "", TRAINS),
+    (f"PUT {CHECKPOINTS}/weights/{{name}}/ttl", "", EXPIRY),
+)
+"""Method and path behind /api/v1/, what is served of it, the test that calls it with the released client or the
+journal of its calls. tests/contract/tinker compares them with the server's routes."""
+
+NOT_SERVED = (
+    ("auth/token", "keys are sent as they are"),
+    ("copy_weights, .../publish, .../external_weights_urls, save_weights_external", "weights stay in the run's "
+     "directory"),
+    ("create_custom_loss", "code of clients is not run; `forward_backward_custom` runs it in the client"),
+    ("join_sampling_session", "a session is its client's"),
+    ("retrieve_futures", "the client asks for each sample by itself, as long as client/config does not offer this"),
+    ("sessions, audit, billing", "nothing is billed"),
+)
+"""Routes of the client that are answered with 404 and their name."""
+
+TINKER_HEAD = """# The API of serve-trainer
+
+Generated by `docs/generate.py`; do not edit by hand. How it is used: [own-loop.md](own-loop.md).
+
+Routes of the client (tinker 0.38) behind `/api/v1/`:
+
+| route | served | tested by |
+|---|---|---|
+"""
+NOT_SERVED_HEAD = """
+Answered with 404, by name:
+
+| route | why |
+|---|---|
+"""
+
+
+def tinker_page() -> str:
+    served = [row(f"`{route}`", what or "yes", f"`{test}`") for route, what, test in SERVED]
+    refused = [row(f"`{route}`", why) for route, why in NOT_SERVED]
+    return TINKER_HEAD + "\n".join(served) + "\n" + NOT_SERVED_HEAD + "\n".join(refused) + "\n"
+
+
+PAGES = {
+    "configuration": configuration_page, "cli": cli_page, "rooms": rooms_page, "models": models_page,
+    "tinker-api": tinker_page,
+}  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:

@@ -17,18 +17,25 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
         raise UsageError(
             f"trainer.expert_parallel = {layout.ep} does not divide the model's {family.num_experts} experts per layer"
         )
+    if family.attention.delta is not None and layout.cp > 1:
+        raise UsageError(
+            f"trainer.context_parallel = {layout.cp} is not implemented for a gated delta net, which "
+            f"{family.architecture} has: its state goes from token to token; leave it at 1"
+        )
+    delta = {} if family.attention.delta is None else {"linear_num_key_heads": family.attention.delta.key_heads}
     for what, flag, size in (
         ("num_attention_heads", "tensor_parallel", layout.tp),
         ("num_query_groups", "tensor_parallel", layout.tp),
+        ("linear_num_key_heads", "tensor_parallel", layout.tp),
         ("ffn_hidden_size", "tensor_parallel", layout.tp),
         ("moe_ffn_hidden_size", "tensor_parallel", layout.tp),
         ("moe_shared_expert_intermediate_size", "tensor_parallel", layout.tp),
         ("num_layers", "pipeline_parallel", layout.pp),
     ):
-        if (family.transformer.get(what) or 0) % size:
+        found = (family.transformer | delta).get(what) or 0
+        if found % size:
             raise UsageError(
-                f"trainer.{flag} = {size} does not divide the model's {what} = {family.transformer[what]}; "
-                f"choose a divisor of {family.transformer[what]}"
+                f"trainer.{flag} = {size} does not divide the model's {what} = {found}; choose a divisor of {found}"
             )
 
 
