@@ -38,6 +38,8 @@ def renamed(family: Family, prefix: str) -> Family:
     return replace(family, prefix=prefix, parameters=tuple(moved(parameter) for parameter in family.parameters))
 
 
+TOWER = "model.visual."
+"""How the names of a vision tower's tensors begin."""
 OF_THE_WHOLE = "architectures", "tie_word_embeddings", "quantization_config"
 """Keys of config.json that stand beside `text_config`."""
 
@@ -51,7 +53,7 @@ def text_of(config: dict[str, Any]) -> dict[str, Any]:
 
 def beside_tower(family: Family) -> Family:
     """The same in a checkpoint that has a vision tower, whose tensors are carried."""
-    return replace(renamed(family, "model.language_model."), carried=(*family.carried, "model.visual."))
+    return replace(renamed(family, "model.language_model."), carried=(*family.carried, TOWER))
 
 
 def require(config: dict[str, Any], *keys: str) -> list[Any]:

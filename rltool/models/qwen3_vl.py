@@ -25,5 +25,5 @@ FAMILY = FamilyDefinition(
     build=build,
     opens="Qwen3-VL, dense, as text",
     special="as Qwen3, dense; a vision tower is carried along",
-    refuses="biases, pictures, videos",
+    refuses="FP8 engines, biases, pictures, videos",
 )

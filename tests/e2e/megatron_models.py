@@ -209,13 +209,18 @@ def longrope(head_dim: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def definition_of(kind: str) -> FamilyDefinition:
-    """What the family's file says of itself."""
+def architecture_of(kind: str) -> str:
+    """As config.json names it."""
     from transformers.models.auto import modeling_auto
 
     model_type = hf_config(kind, tied=False).model_type
     known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return definition_for({"architectures": [known[model_type]]})[1]
+    return known[model_type]
+
+
+def definition_of(kind: str) -> FamilyDefinition:
+    """What the family's file says of itself."""
+    return definition_for({"architectures": [architecture_of(kind)]})[1]
 
 
 def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):

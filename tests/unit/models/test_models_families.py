@@ -121,7 +121,7 @@ def test_longrope_divides_by_the_short_factors_and_scales_for_the_whole_context(
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
-        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
         ("MambaForCausalLM", None),
         ("For", None),
