@@ -13,11 +13,12 @@ import json
 import secrets
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltool.engines.run_client import CallCounts
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.tasks import Background
@@ -123,6 +124,10 @@ class Service:
         """Whose files may be there yet."""
         self._last_calls: dict[str, float] = {}
         self._started = time.time()
+        self.counts: dict[str, CallCounts] = {}
+        """By kind, of the calls that this process has carried out."""
+        self.running = ""
+        """The kind of call that the trainer carries out now."""
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
         self._tasks = Background()
@@ -450,11 +455,27 @@ class Service:
             async with self._news:
                 self._news.notify_all()
 
+    def waiting(self) -> dict[str, int]:
+        """By client, calls that the trainer has not begun."""
+        return {client: len(queue) for client, queue in tuple(self._waiting.items())}
+
+    def models(self) -> dict[str, int]:
+        """By client."""
+        return dict(Counter(each.client for each in tuple(self._models.values())))
+
     def _carry_out(self, call: Call) -> None:
+        counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
+        self.running, began = call.kind, time.perf_counter()
         try:
             result = perform(self._trainer, call, self._directory / "checkpoints", self._directory / "samplers")
+            counts["tokens"] += call.body.get("tokens", 0)
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
+            counts["failed"] += 1
+        finally:
+            self.running = ""
+            counts["calls"] += 1
+            counts["seconds"] += time.perf_counter() - began
         self._done[call.model] = call.number
         if call.number not in self._journal.results:
             self._journal.finish(call, result)

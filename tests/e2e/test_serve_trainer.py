@@ -164,7 +164,7 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
 
 def test_status_shows_the_server_and_engines_without_adapters_are_refused_at_start(served):
     said = served.job.say("status", "--run", "lab")
-    assert ROLE in said and served.url in said
+    assert ROLE in said and served.url in said and "calls done" in said
     refused = served.job.say(
         "serve-trainer", str(served.job.model), "--rollout-external", f"@{served.run.endpoints_file}", "--lora-rank",
         "16", "--run", "other", code=2,
