@@ -90,7 +90,7 @@ async def _serve(
             stack.push_async_callback(samples.close)
         service = await asyncio.to_thread(
             Service, parts.run / "served", trainer, parts.served_name, limits=limits,
-            snapshot_every=serving.snapshot_every,
+            snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
         )  # fmt: skip
         run = RunDirectory(parts.run)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")

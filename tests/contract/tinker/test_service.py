@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -364,6 +365,46 @@ def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_o
         await asyncio.wait({running})
         assert not (tmp_path / "checkpoints" / model / "one").exists()
         assert trainer.models
+        service.close()
+
+    asyncio.run(case())
+
+
+def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its_run_has_deleted_it(tmp_path):
+    async def case() -> None:
+        def begun() -> tuple[Service, PlainTrainer]:
+            trainer = PlainTrainer()
+            return Service(
+                tmp_path / "served", trainer, "base", limits=Limits(), snapshot_every=3, shared=tmp_path / "shared"
+            ), trainer  # fmt: skip
+
+        service, trainer = begun()
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        with pytest.raises(Refused, match=r"no checkpoint 'tinker://shared/weights/step_1': .*shared has none"):
+            await service.load_weights("a", {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1"})
+        given = PlainTrainer()
+        given.create("other", None, 7)
+        (tmp_path / "shared").mkdir()
+        given.save("other", tmp_path / "shared" / "step_1", optimizer=True)
+        body = {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1", "optimizer": True}
+        call = await service.load_weights("a", body)
+        assert (await service.result("a", call.number, 5) or {})["type"] == "load_weights"
+        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        shutil.rmtree(tmp_path / "shared")
+        service, trainer = begun()
+        running = asyncio.create_task(service.run())
+        assert await service.load_weights("a", body) == call  # a repetition
+        copies = tmp_path / "served" / "checkpoints" / "shared"
+        assert len(list(copies.iterdir())) == 1
+        [await service.result("a", (await forward(service, "a", model, seq)).number, 5) for seq in (2, 3, 4)]
+        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
+        running.cancel()
+        await asyncio.wait({running})
+        assert list(copies.iterdir()) == []  # a snapshot has what was loaded
         service.close()
 
     asyncio.run(case())
