@@ -53,6 +53,7 @@ VERBS: dict[str, Verb] = {
     "models": Verb(
         "rltool.commands.models:app", "List model families; of a checkpoint, whether it is supported, and its memory."
     ),
+    "plan": Verb("rltool.commands.plan:plan", "Plan a run for a cluster that is not there: layout, memory, links."),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
     "serve-trainer": Verb(
         "rltool.commands.serve_trainer:serve_trainer", "Serve the trainer to loops of your own, in Tinker's API."
@@ -96,7 +97,7 @@ INTERRUPTED = 130
 EXIT_CODES: dict[str, str] = {
     "0": "done; a run or a service that SIGTERM or `rltool stop` ended in order",
     "1": "failure; or the answer is no: `models PATH` (not supported), `models check`, `debug weights` and `diff-dumps`"
-    " (something differs), `doctor` (something is broken), `engines` (one of them failed)",
+    " (something differs), `doctor` (something is broken), `plan` (does not fit), `engines` (one of them failed)",
     "2": "wrong usage or configuration; nothing was started",
     "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself"
     " ends with 1 then",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import UsageError
-from rltool.models.base import Family
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
 
 
 def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
@@ -37,3 +37,10 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
             raise UsageError(
                 f"trainer.{flag} = {size} does not divide the model's {what} = {found}; choose a divisor of {found}"
             )
+
+
+def owner_stage(parameter: Parameter, num_layers: int, stages: int) -> int:
+    """The pipeline stage that holds this parameter; layers are cut evenly."""
+    if parameter.layer is not None:
+        return parameter.layer * stages // num_layers
+    return {EMBEDDING: 0, FINAL_NORM: stages - 1, HEAD: stages - 1}[parameter.name]

@@ -255,14 +255,15 @@ def engine_bytes(family: Family, *, tensor_parallel: int = 1, dtype: str = "bflo
 
 
 def fitting_layout(
-    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL
-) -> tuple[TrainerConfig, RankMemory] | None:
+    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL,
+    gpus_per_host: int = LARGEST_TENSOR_PARALLEL,
+) -> tuple[TrainerConfig, RankMemory] | None:  # fmt: skip
     """The settings of [trainer] that cut the model least, and then compute least again, within USED of each GPU; None:
-    there are none. tokens: of a micro-batch."""
+    there are none. tokens: of a micro-batch; gpus_per_host: a layer's weights are cut within a host."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     cuts = sorted(
         (tp * pp * ep, pp, tp, ep)
-        for tp in divisors if tp <= LARGEST_TENSOR_PARALLEL
+        for tp in divisors if tp <= LARGEST_TENSOR_PARALLEL and gpus_per_host % tp == 0
         for pp in divisors
         for ep in (divisors if family.num_experts else [1])
     )  # fmt: skip
@@ -279,4 +280,19 @@ def fitting_layout(
                 break
             if memory.total <= USED * gpu_bytes:
                 return trainer, memory
+            if memory.state > USED * gpu_bytes:  # which no recomputation makes smaller
+                break
     return None
+
+
+def reduced_bytes(family: Family, layout: ParallelLayout, *, dtype: str) -> int:
+    """What a rank sends at least, in a step with the distributed optimizer, to those that hold the same parameters: its
+    gradients once in float32 (a reduce-scatter), and the parameters once (an all-gather). Of the rank that sends
+    most."""
+
+    def of(parameter: Parameter) -> float:
+        replicas = layout.replica_size // layout.ep if parameter.expert is not None else layout.replica_size
+        size = math.prod(parameter.shard_shape(layout.tp))
+        return (4 + _item(dtype)) * size * (replicas - 1) / replicas
+
+    return int(max(sum(map(of, _held(family, family.parameters, layout, stage))) for stage in range(layout.pp)))
