@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from rltool.algorithms.ragged import as_array, numbers
+
 WORTH = 20
 """Rows with less than this part of a row in common are packed without regard to it: the whole costs at most
 1 / (WORTH - 1) more tokens."""
@@ -26,7 +28,7 @@ class SortedRows:
 
 def sort_rows(tokens: Tensor, lengths: Tensor) -> SortedRows:
     """tokens: [T] of at least 0, on the CPU, row after row; lengths: [N]."""
-    rows = [row.numpy() for row in tokens.split(lengths.tolist())]
+    rows = [as_array(row) for row in tokens.split(numbers(lengths))]
     # Big-endian bytes are in the order of the numbers, and a row comes before those that it begins.
     keys = [row.astype(">i8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -60,7 +62,7 @@ class Trie:
 def trie_of(tokens: Tensor, lengths: Tensor) -> Trie:
     """Arguments as for `sort_rows`."""
     found = sort_rows(tokens, lengths)
-    starts = (lengths.cumsum(0) - lengths).tolist()
+    starts = numbers(lengths.cumsum(0) - lengths)
     place = torch.empty(len(tokens), dtype=torch.int64)
     path = torch.empty(0, dtype=torch.int64)
     used, held, positions, blocks, keys = 0, [path], [path], [], [path]
@@ -86,7 +88,9 @@ class Run:
     cost: int
 
 
-def runs_of(tokens: Tensor, lengths: Tensor, *, max_tokens: int, least: int, cost_of: Callable[[int], int]) -> list[Run]:
+def runs_of(
+    tokens: Tensor, lengths: Tensor, *, max_tokens: int, least: int, cost_of: Callable[[int], int]
+) -> list[Run]:
     """Rows in runs of at most max_tokens distinct tokens (a single row may have more), `least` of them or more where
     there are as many rows. Neighbours in the trie stay together; what is too long is cut where least is computed twice.
 

