@@ -58,7 +58,7 @@ def main() -> None:
             TrainerConfig(device="cpu", max_tokens_per_micro_batch=len(batch.tokens)),
             OptimizerConfig(),
             AlgorithmConfig(),
-            Rendezvous(0, "127.0.0.1", free_port()),
+            Rendezvous(0, "127.0.0.1", free_port(), timeout=60.0),
             TrainingRun(1),
             LoraConfig(),
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +29,8 @@ class SortedRows:
 
 def sort_rows(tokens: Tensor, lengths: Tensor) -> SortedRows:
     """tokens: [T] of at least 0, on the CPU, row after row; lengths: [N]."""
-    rows = [as_array(row) for row in tokens.split(numbers(lengths))]
+    ends = numbers(lengths.cumsum(0))
+    rows = np.split(as_array(tokens), ends[:-1])
     # Big-endian bytes are in the order of the numbers, and a row comes before those that it begins.
     keys = [row.astype(">i8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=keys.__getitem__)
@@ -65,7 +67,8 @@ def trie_of(tokens: Tensor, lengths: Tensor) -> Trie:
     starts = numbers(lengths.cumsum(0) - lengths)
     place = torch.empty(len(tokens), dtype=torch.int64)
     path = torch.empty(0, dtype=torch.int64)
-    used, held, positions, blocks, keys = 0, [path], [path], [], [path]
+    used, held, positions, keys = 0, [path], [path], [path]
+    blocks: list[tuple[int, int]] = []
     for i, common, length in zip(found.order, found.common, found.lengths, strict=True):
         own = length - common
         path = torch.cat([path[:common], torch.arange(used, used + own)])
