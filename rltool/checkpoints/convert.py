@@ -28,7 +28,7 @@ from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.megatron.fp8 import fp8_plan
 from rltool.megatron.runtime import Rendezvous, Runtime
 from rltool.models.hf_directory import HFTensors, check_tensors
-from rltool.models.registry import family_for, read_hf_config
+from rltool.models.registry import dtype_in, family_for, read_hf_config
 from rltool.models.weight_files import INDEX, SINGLE
 from rltool.processes.run_directory import RunDirectory
 
@@ -73,7 +73,7 @@ def hf_to_torch_dist(
         raise UsageError(f"{source} is a torch_dist directory already; to write a Hugging Face directory use --to hf")
     family = family_for(config, own)
     directories.refuse_existing(target)
-    chosen = chosen_dtype(dtype or config.get("dtype") or config.get("torch_dtype") or "float32")
+    chosen = chosen_dtype(dtype or dtype_in(config))
     plan = full_plan(family, chosen)
     checked: list[tuple[int, float]] = []
     with single_process() as runtime, HFTensors(source) as tensors:

@@ -30,7 +30,7 @@ from rltool.megatron.runtime import Runtime
 from rltool.models.adapters import Adapted, adapters_of, merged
 from rltool.models.base import Family, Parameter
 from rltool.models.hf_directory import HFTensors, check_tensors
-from rltool.models.registry import family_for, read_hf_config
+from rltool.models.registry import dtype_in, family_for, read_hf_config
 
 Read = Callable[[Parameter], Tensor]
 
@@ -133,7 +133,7 @@ def _opened(source: Path, base: Path | None, own: str | None, runtime: Runtime, 
         config = read_hf_config(base)
         family = family_for(config, own)
         settings, adapted = adapters_in(source, family)
-        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = dtype_in(config)
         with PeftAdapter(source, adapted) as adapter:
             yield _Source(family, adapted, adapter.read, settings.alpha / settings.rank, base, dtype)
         return

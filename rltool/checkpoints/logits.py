@@ -82,7 +82,8 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
                     raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
                 _replace(module, name, value.to(dtype).float())
             for name, buffer in module.named_buffers():
-                if (full := f"{owners[module]}.{name}") in tensors.names:  # a router's correction bias
+                full = family.prefix + f"{owners[module]}.{name}".removeprefix("model.")
+                if full in tensors.names:  # a router's correction bias
                     buffer.copy_(tensors.read(full))
 
         inner = model.model
@@ -97,9 +98,11 @@ def _hf_parameter(name: str, family: Family, tensors: HFTensors, dtype: torch.dt
     """What transformers calls `name`: a tensor of the file, or the experts of a layer, which it keeps in one tensor."""
     if name == "lm_head.weight" and family.tied_embeddings:
         name = "model.embed_tokens.weight"
+    if name.startswith("model."):  # of transformers' text model, also where the file has a tower beside it
+        name = family.prefix + name.removeprefix("model.")
     if name in tensors.names:
         return tensors.read(name)
-    _, _, layer, *rest = name.split(".")
+    _, layer, *rest = name.removeprefix(family.prefix).split(".")
     mlp = f"decoder.layers.{layer}.mlp."
     if rest == ["mlp", "gate", "weight"]:
         return tensors.merged(family.parameter(f"{mlp}router.weight"))

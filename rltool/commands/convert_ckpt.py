@@ -66,8 +66,8 @@ def convert_ckpt(
         lines.append(f"carried along: {', '.join(done.carried)}")
     if done.carried_tensors:
         lines.append(
-            f"carried along: {done.carried_tensors} tensors of multi-token-prediction layers, unchanged; "
-            "they are not trained"
+            f"carried along: {done.carried_tensors} tensors of multi-token-prediction layers or a vision tower, "
+            "unchanged; they are not trained"
         )
     if done.tensors_equal is None:
         lines.append("not verified (--no-verify)")

@@ -146,7 +146,9 @@ def families_table(families: tuple[FamilyDefinition, ...]) -> Table:
         title="Model families (docs/models.md), and the layouts and engines that each is compared in",
         title_justify="left",
     )
-    for name, width in (("family", None), ("layouts", 11), ("engines", None), ("refused", None)):
+    # Names of architectures are to be found, and are not broken.
+    table.add_column("family", min_width=max(len(name) for family in families for name in family.architectures))
+    for name, width in (("layouts", 11), ("engines", None), ("refused", None)):
         table.add_column(name, width=width)
     for family in families:
         opens = Text(f"{family.opens}\n").append("\n".join(family.architectures), style="dim")

@@ -54,8 +54,8 @@ class LoraConfig(Config):
     alpha: float = Field(default=32.0, gt=0, allow_inf_nan=False)
     """What an adapter adds is multiplied with alpha / rank."""
     targets: Literal["all-linear"] | tuple[LoraTarget, ...] = "all-linear"
-    """Which products of each layer have one: qkv (with latent attention, all products that make queries, keys and
-    values), proj (attention's output), gate_up and down (of MLPs and shared experts), experts; all-linear: all of
+    """Which products of each layer have one: qkv (of latent attention and gated delta nets all that make queries, keys
+    and values), proj (attention's output), gate_up and down (of MLPs and shared experts), experts; all-linear: all of
     these. Routers, embeddings and the output head have none."""
     init: Path | None = None
     """An adapter of the peft format, or a checkpoint of a run with one, that training begins from; its rank, alpha and

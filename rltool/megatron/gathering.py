@@ -18,7 +18,8 @@ from torch import Tensor
 from rltool.config.parallel import ParallelLayout
 from rltool.megatron.export_plan import ExportPlan
 from rltool.megatron.runtime import Runtime
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Parameter
+from rltool.models.base import Parameter
+from rltool.models.layout import owner_stage
 
 GATHER_BYTES = 64 << 20
 """Of one buffer, the shards of all tensor-parallel ranks together: 8 MiB from each of eight, so that a collective's
@@ -150,13 +151,6 @@ def gathered(
     if not gets:
         return None
     return shards
-
-
-def owner_stage(parameter: Parameter, num_layers: int, stages: int) -> int:
-    """The pipeline stage that holds this parameter; layers are cut evenly."""
-    if parameter.layer is not None:
-        return parameter.layer * stages // num_layers
-    return {EMBEDDING: 0, FINAL_NORM: stages - 1, HEAD: stages - 1}[parameter.name]
 
 
 def _route(parameter: Parameter, plan: ExportPlan, layout: ParallelLayout, *, everywhere: bool) -> Route:

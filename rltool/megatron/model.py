@@ -22,6 +22,7 @@ from torch import Tensor
 from rltool.config.sections import TrainerConfig
 from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
+from rltool.megatron.delta_net import GatedAttention, GatedDeltaNet
 from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.family_layers import (
     LatentAttention,
@@ -51,6 +52,9 @@ from rltool.megatron.router_bias import bias_as_parameter
 from rltool.megatron.runtime import Coordinates, mlp_submodules, with_known_fields
 from rltool.models.base import Family, padded_vocabulary
 from rltool.models.layout import check_layout
+
+LAYERS_DIFFER = "layers_differ"
+"""Attribute of a built model: whether its layers have different parameters of attention, also in other stages."""
 
 
 def transformer_config(
@@ -124,7 +128,12 @@ def build_model(
     trainer: its settings beside the layout (recompute, sequence parallelism); None: its defaults.
     """
     trainer = trainer or TrainerConfig()
-    check_layout(family, coordinates.layout, sequence_parallel=trainer.sequence_parallel)
+    check_layout(
+        family,
+        coordinates.layout,
+        sequence_parallel=trainer.sequence_parallel,
+        shared_prefixes=trainer.shared_prefixes,
+    )
     check_backend(trainer.attention, device, dtype)
     if family.attention.sinks and trainer.attention not in ("auto", "torch"):
         raise UsageError(
@@ -174,6 +183,7 @@ def build_model(
     if family.attention.norm_whole:
         # With it Megatron would sum the gradients of these norms over tensor-parallel ranks, which it takes for copies.
         config.qk_layernorm = False
+    setattr(model, LAYERS_DIFFER, family.attention.delta is not None)
     _mark_sharded(model, family)
     model.to(device)
     if wanted(trainer.expert_products, device, dtype):
@@ -212,8 +222,9 @@ def _block_spec(
     if family.num_experts:
         route_without_transformer_engine()
     held = config.num_layers // config.pipeline_model_parallel_size
-    here = family.expert_layers[coordinates.pp_rank * held : (coordinates.pp_rank + 1) * held]
-    specs = {experts: _layer_spec(family, config, backend, experts=experts) for experts in set(here)}
+    layers = range(coordinates.pp_rank * held, (coordinates.pp_rank + 1) * held)
+    here = [(family.expert_layers[layer], family.attention.is_delta(layer)) for layer in layers]
+    specs = {x: _layer_spec(family, config, backend, experts=x[0], delta=x[1]) for x in set(here)}
     if trainer.residual != "model":
         for spec in specs.values():
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add_to_stream
@@ -221,7 +232,7 @@ def _block_spec(
     return TransformerBlockSubmodules(layer_specs=[specs[x] for x in here], layer_norm=cast(Any, RMSNorm))
 
 
-def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, experts: bool) -> Any:
+def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, experts: bool, delta: bool) -> Any:
     spec = get_gpt_layer_local_spec(
         normalization="RMSNorm",
         num_experts=family.num_experts if experts else None,
@@ -233,8 +244,11 @@ def _layer_spec(family: Family, config: TransformerConfig, backend: Backend, *, 
     before = (AsWeights if config.fp32_residual_connection else IdentityOp) if family.norms == "post" else RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = before
     params = {"attention": family.attention, "backend": backend}
-    if family.attention.latent is not None:
-        layer.submodules.self_attention = ModuleSpec(LatentAttention, params=params)
+    own: type | None = LatentAttention if family.attention.latent is not None else None
+    if family.attention.gated:
+        own = GatedDeltaNet if delta else GatedAttention
+    if own is not None:
+        layer.submodules.self_attention = ModuleSpec(own, params=params)
         return layer
     attention = layer.submodules.self_attention
     attention.submodules.core_attention = ModuleSpec(PackedCausalAttention, params=params)

@@ -11,6 +11,44 @@ from torch import Tensor
 from rltool.algorithms.prefixes import trie_of
 from rltool.megatron.runtime import to_device
 
+CHUNK = 64
+"""Tokens of a sequence that a gated delta net in plain torch computes at once."""
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Sequences cut into chunks of `size` tokens, the last one of each filled up: the first chunks of all sequences,
+    then the second ones of all that have one, and so on, longer sequences first.
+
+    slots: [T], on the device, where each token lies; counts: sequences that have a first, second, ... chunk
+    """
+
+    size: int
+    slots: Tensor
+    counts: tuple[int, ...]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[T, heads, ...] -> [chunks, heads, size, ...], zeros where there is no token."""
+        filled = x.new_zeros(sum(self.counts) * self.size, *x.shape[1:]).index_copy(0, self.slots, x)
+        return filled.unflatten(0, (-1, self.size)).transpose(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The inverse of `spread`."""
+        return x.transpose(1, 2).flatten(0, 1).index_select(0, self.slots)
+
+
+def cut(lengths: Tensor, device: torch.device, size: int = CHUNK) -> Chunks:
+    """lengths: [N] int64 on the CPU, none is 0."""
+    chunks = -(-lengths // size)
+    rank = torch.empty_like(lengths)
+    rank[chunks.argsort(descending=True, stable=True)] = torch.arange(len(lengths))
+    counts = (chunks[:, None] > torch.arange(int(chunks.max()))).sum(0)
+    before = counts.cumsum(0) - counts
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    position = _ragged(lengths)
+    slots = (before[position // size] + rank[sequence]) * size + position % size
+    return Chunks(size, to_device(slots, device), tuple(counts.tolist()))
+
 
 @dataclass
 class PackedSequences(PackedSeqParams):
@@ -28,6 +66,7 @@ class PackedSequences(PackedSeqParams):
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
     blocks: (queries, keys) of each block where sequences share what they begin with; None where they do not. `keys`
         are then indices into the T, and `place` has one place for several tokens of the row
+    chunks, starts: what a gated delta net derives of `cu_seqlens_q`, once for all layers (`delta_net`)
     inputs: [T, ...] by name, on the device, what the model reads of each token beside it: fields of the batch that are
         cut so (algorithms/fields.py)
 
@@ -45,6 +84,8 @@ class PackedSequences(PackedSeqParams):
     keys: Tensor | None = None
     key_gather: Tensor | None = None
     blocks: list[tuple[int, int]] | None = None
+    chunks: Chunks | None = None
+    starts: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, row: Tensor) -> Tensor:

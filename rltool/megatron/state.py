@@ -12,6 +12,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
+from rltool.megatron.model import LAYERS_DIFFER
 from rltool.megatron.optimizer import parts
 from rltool.megatron.runtime import Runtime
 
@@ -30,7 +31,9 @@ def sharding_metadata() -> dict[str, Any]:
 
 def model_state(model: GPTModel) -> dict[str, Any]:
     """The weights alone. `model` is the unwrapped GPTModel: the data-parallel wrapper would change the keys."""
-    return model.sharded_state_dict(metadata=sharding_metadata())
+    # Else Megatron takes the same parameter of all layers for one tensor.
+    differ = {"non_homogeneous_layers": True} if getattr(model, LAYERS_DIFFER, False) else {}
+    return model.sharded_state_dict(metadata=sharding_metadata() | differ)
 
 
 def copied(model: dict[str, Any], *, prefix: str) -> dict[str, Any]:

@@ -31,6 +31,9 @@ _KINDS = {
     "linear_q_up_proj": "qkv",
     "linear_kv_down_proj": "qkv",
     "linear_kv_up_proj": "qkv",
+    "in_proj_qkvz": "qkv",
+    "in_proj_ba": "qkv",
+    "out_proj": "proj",
     "linear_proj": "proj",
     "linear_fc1": "gate_up",
     "linear_fc2": "down",
@@ -141,7 +144,11 @@ def _adapted(base: Parameter, rank: int) -> Adapted:
 
     a: list[Parameter] = []
     b: list[Parameter] = []
+    left = list(base.parts)
     for index, (_, shape) in enumerate(base.hf):
+        within: list[int] = []  # parts of this tensor
+        while left and sum(within) < shape[0]:
+            within.append(left.pop(0))
         a.append(part("a", index, (rank, shape[1]), shard_dim=1 if base.shard_dim == 1 else None))
         more: dict[str, Any] = {"shard_dim": 0 if base.shard_dim == 0 else None}
         if len(base.hf) == 1:  # perhaps merged by HF already
@@ -149,6 +156,8 @@ def _adapted(base: Parameter, rank: int) -> Adapted:
                 merge_as=base.merge_as, query_groups=base.query_groups, head_dim=base.head_dim, parts=base.parts,
                 interleaved=base.interleaved,
             )  # fmt: skip
+        elif len(within) > 1:
+            more |= dict(merge_as=base.merge_as, query_groups=base.query_groups, parts=tuple(within))
         elif base.interleaved and base.interleaved[index] is not None:
             more["interleaved"] = (base.interleaved[index],)
         b.append(part("b", index, (shape[0], rank), **more))

@@ -73,8 +73,8 @@ class Parameter:
     query_groups, head_dim: for "qkv"
     vocabulary: dimension 0 is the vocabulary, padded to a multiple of the tensor-parallel size
     expert: global index of the expert that it belongs to; None outside of experts
-    parts: rows of what is merged (queries, keys, values; gate, up) where they are one HF tensor, in this order; empty:
-        each is a tensor of its own
+    parts: rows of what is merged (queries, keys, values; gate, up) where one HF tensor has several of these, in the
+        order of the HF tensors; empty: each is a tensor of its own
     interleaved: of each part; empty: none is
     keeps_fp32: it is fp32 whatever the model's dtype, here and in a checkpoint
     experts: its HF tensor is one for so many experts, along a first dimension of its own, and this is the part of
@@ -133,7 +133,10 @@ class Parameter:
             check_shape(name, tuple(tensor.shape), shape)
         if self.transposed:
             tensors = [tensor.t().contiguous() for tensor in tensors]
-        parts = list(torch.split(tensors[0], list(self.parts))) if self.parts and self.merge_as == "qkv" else tensors
+        parts = tensors
+        if self.parts and self.merge_as == "qkv":
+            whole = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+            parts = list(torch.split(whole, list(self.parts)))
         if self.interleaved:
             parts = [x if i is None else i.halves(x) for x, i in zip(parts, self.interleaved, strict=True)]
         if self.merge_as != "qkv":
@@ -151,7 +154,8 @@ class Parameter:
             parts = [part.reshape(-1, *tensor.shape[1:]) for part in torch.split(grouped, sizes, dim=1)]
         if self.interleaved:
             parts = [x if i is None else i.neighbours(x) for x, i in zip(parts, self.interleaved, strict=True)]
-        parts = parts if len(parts) == len(self.hf) else [torch.cat(parts)]
+        if len(parts) != len(self.hf):
+            parts = list(torch.split(torch.cat(parts), [shape[0] for shape in self.own_shapes]))
         return [part.t().contiguous() for part in parts] if self.transposed else parts
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
@@ -217,6 +221,34 @@ class Latent:
         return self.plain + self.rotary
 
 
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net (Yang et al. 2024, arXiv 2412.06464, section 3): in the place of attention, a state of one size
+    for sequences of any length.
+
+    layers: which have one, the others have attention
+    key_heads, value_heads: as many of the latter share each of the former; key, value: sizes of a head
+    kernel: tokens that the short convolution sees, its own included
+    """
+
+    layers: tuple[bool, ...]
+    key_heads: int
+    value_heads: int
+    key: int
+    value: int
+    kernel: int
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys, values."""
+        return 2 * self.key_heads * self.key + self.value_heads * self.value
+
+    @property
+    def state(self) -> int:
+        """Numbers of a sequence's state in a layer."""
+        return self.value_heads * self.key * self.value
+
+
 @dataclass(frozen=True, eq=False)
 class Rotary:
     """Rotary positions (Su et al. 2021).
@@ -243,6 +275,8 @@ class Attention:
     latent: in the place of grouped queries
     sinks: each head has a learned score beside those of the keys, which takes its share of the softmax and adds nothing
     to the output (gpt-oss; StreamingLLM's sink without a token, Xiao et al. 2023, arXiv 2309.17453, section 3.3)
+    gated: the output is multiplied with the sigmoid of a product, behind each head's query in the one of queries
+    delta: in the place of attention in some layers
     """
 
     windows: tuple[int | None, ...] = ()
@@ -250,6 +284,12 @@ class Attention:
     softcap: float | None = None
     latent: Latent | None = None
     sinks: bool = False
+    gated: bool = False
+    delta: DeltaNet | None = None
+
+    def is_delta(self, layer: int) -> bool:
+        """Whether this layer has a gated delta net."""
+        return self.delta is not None and self.delta.layers[layer]
 
 
 @dataclass(frozen=True, eq=False)
@@ -262,6 +302,7 @@ class Family:
     logit_softcap: logits are logit_softcap * tanh(logit / logit_softcap); None: as they are
     norms: where a layer normalises: "pre", the inputs of attention and MLP; "post", their outputs, before these are
     added to the residual; "sandwich", both
+    prefix: how the names of HF tensors begin, but for the head's
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
     nor sent to engines; conversion and export hand them on bit by bit
     modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
@@ -279,6 +320,7 @@ class Family:
     embedding_scale: float | None = None
     logit_softcap: float | None = None
     norms: Literal["pre", "post", "sandwich"] = "pre"
+    prefix: str = "model."
     carried: tuple[str, ...] = ()
     modalities: frozenset[str] = frozenset()
     own: str | None = None
@@ -324,8 +366,11 @@ class Family:
         sizes = 2 * head if latent is None else latent.head + latent.value
         width = self.transformer["num_attention_heads"] * sizes // 2
         windows = Counter(window for window in self.attention.windows if window is not None)
-        full = self.num_layers - windows.total()
-        return ModelCost(products, full * width, tuple((size, count * width) for size, count in windows.items()))
+        delta = self.attention.delta
+        nets, state = (0, 0) if delta is None else (sum(delta.layers), delta.state)
+        full = self.num_layers - windows.total() - nets
+        by_window = tuple((size, count * width) for size, count in windows.items())
+        return ModelCost(products, full * width, by_window, nets * state)
 
     def hf_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
         """Name and shape of every HF tensor that a checkpoint of this model holds. A tied model has no lm_head."""

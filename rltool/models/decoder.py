@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rltool.errors import UsageError
-from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Attention, Family, Interleaved, Parameter
+from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Attention, DeltaNet, Family, Interleaved, Parameter
 from rltool.models.rope import rope_settings, rotary
 
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
@@ -19,6 +19,23 @@ AFTER_ATTENTION, AFTER_MLP = "self_attention.linear_proj.post_norm.weight", "mlp
 """Megatron's names of the norms over the hidden size, within a layer."""
 PLAIN_NORMS = {BEFORE_ATTENTION: "input_layernorm.weight", BEFORE_MLP: "post_attention_layernorm.weight"}
 """Megatron's name -> HF's name."""
+
+
+PREFIX = "model."
+"""How the names of HF tensors begin, but for the head's."""
+
+
+def renamed(family: Family, prefix: str) -> Family:
+    """The same with another beginning of the names of HF tensors."""
+
+    def moved(parameter: Parameter) -> Parameter:
+        names = (
+            (prefix + name.removeprefix(PREFIX) if name.startswith(PREFIX) else name, shape)
+            for name, shape in parameter.hf
+        )
+        return replace(parameter, hf=tuple(names))
+
+    return replace(family, prefix=prefix, parameters=tuple(moved(parameter) for parameter in family.parameters))
 
 
 def require(config: dict[str, Any], *keys: str) -> list[Any]:
@@ -43,6 +60,24 @@ def refuse_sliding_window(config: dict[str, Any]) -> None:
         raise UsageError(
             "config.json: sliding-window attention is in use (use_sliding_window, layer_types); not implemented"
         )
+
+
+def delta_net(config: dict[str, Any]) -> DeltaNet:
+    """By `layer_types`, or by `full_attention_interval`, and transformers' `linear_*` keys."""
+    layers, every = config["num_hidden_layers"], config.get("full_attention_interval") or 4
+    kinds = config.get("layer_types") or [
+        "full_attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
+        raise UsageError(f"config.json: layer_types must name linear_attention or full_attention for {layers} layers")
+    names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+    found = DeltaNet(tuple(kind == "linear_attention" for kind in kinds), *(config[f"linear_{x}"] for x in names))
+    if found.value_heads % found.key_heads:
+        raise UsageError(
+            f"config.json: linear_num_value_heads {found.value_heads} is not a multiple of linear_num_key_heads "
+            f"{found.key_heads}"
+        )
+    return found
 
 
 def windows(config: dict[str, Any], full_every: int) -> tuple[int | None, ...]:
@@ -73,6 +108,7 @@ class Variant:
     qkv_bias: biases on q, k and v; bias: on attention's output, on the router and in experts
     qk_norm: RMSNorm over each head's query and key (`Attention.norm_whole`: over all)
     fused_qkv, fused_gate_up: HF's name, within a layer, of one tensor for these; None: each has its own
+    fused_delta: the products of a gated delta net are two tensors whose rows are sorted by key heads
     attention: see `Attention`; partial_rotary: part of a head that rotary positions turn where config.json names none;
     None: all of it, another one is refused; interleaved: they turn pairs of neighbours
     activation: of the gate; norms: see PLAIN_NORMS, of which some may be missing; feed_forward: None is the gated MLP
@@ -84,6 +120,7 @@ class Variant:
     qk_norm: bool = False
     fused_qkv: str | None = None
     fused_gate_up: str | None = None
+    fused_delta: bool = False
     attention: Attention = field(default_factory=Attention)
     partial_rotary: float | None = None
     interleaved: bool = False
@@ -107,6 +144,8 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
     if variant.bias and variant.feed_forward is None:
         raise ValueError("Variant.bias names no biases of a dense MLP: give a feed_forward whose parameters have them")
     attention = _latent(config, variant) if variant.attention.latent else _grouped(config, variant)
+    if variant.attention.delta is not None:
+        attention = _with_delta_nets(attention, config, variant)
     feed_forward = variant.feed_forward or gated_mlp(config, fused=variant.fused_gate_up)
 
     parameters = [Parameter(EMBEDDING, (("model.embed_tokens.weight", (vocab, hidden)),), shard_dim=0, vocabulary=True)]
@@ -189,6 +228,9 @@ def _grouped(config: dict[str, Any], variant: Variant) -> Part:
     if heads % groups:
         raise UsageError(f"config.json: num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
     rows = {"q": heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+    width = rows["q"]
+    if variant.attention.gated:
+        rows["q"] *= 2  # of each head its query, then its gate
     turned = Interleaved(head_dim, 0, _rotary_size(config, variant, head_dim)) if variant.interleaved else None
 
     def qkv(layer: int, kind: str, *columns: int) -> Parameter:
@@ -219,13 +261,57 @@ def _grouped(config: dict[str, Any], variant: Variant) -> Part:
         if variant.attention.sinks:
             sinks = ((f"{hf}sinks", (heads,)),)
             result.append(Parameter(f"{megatron}core_attention.sinks", sinks, layer, 0))
-        out = ((f"{hf}o_proj.weight", (hidden, rows["q"])),)
+        out = ((f"{hf}o_proj.weight", (hidden, width)),)
         result.append(Parameter(f"{megatron}linear_proj.weight", out, layer, 1))
         if variant.bias:
             result.append(Parameter(f"{megatron}linear_proj.bias", ((f"{hf}o_proj.bias", (hidden,)),), layer))
         return result
 
     return Part(dict(num_query_groups=groups, kv_channels=head_dim), parameters)
+
+
+def _with_delta_nets(attention: Part, config: dict[str, Any], variant: Variant) -> Part:
+    """Gated delta nets in some layers, `attention` in the others. Rows of the two products are sorted by key heads:
+    of each its query, its key, its values and their gates; how much its values write, and how fast its states decay."""
+    hidden, delta = config["hidden_size"], variant.attention.delta
+    assert delta is not None
+    heads, keys, values = delta.value_heads, delta.key_heads * delta.key, delta.value_heads * delta.value
+
+    def parameters(layer: int) -> list[Parameter]:
+        if not delta.layers[layer]:
+            return attention.parameters(layer)
+        hf, megatron = f"model.layers.{layer}.linear_attn.", f"decoder.layers.{layer}.self_attention."
+
+        def plain(name: str, hf_name: str, shape: tuple[int, ...], cut: int | None) -> Parameter:
+            return Parameter(f"{megatron}{name}", ((f"{hf}{hf_name}", shape),), layer, cut)
+
+        def by_heads(name: str, tensors: dict[str, int], *columns: int, parts: tuple[int, ...] = ()) -> Parameter:
+            found = tuple((f"{hf}{x}.weight", (rows, *columns)) for x, rows in tensors.items())
+            return Parameter(
+                f"{megatron}{name}.weight", found, layer, 0, "qkv", query_groups=delta.key_heads, parts=parts
+            )
+
+        if variant.fused_delta:
+            products = [
+                plain(f"{name}.weight", f"{name}.weight", (rows, hidden), 0)
+                for name, rows in (("in_proj_qkvz", delta.channels + values), ("in_proj_ba", 2 * heads))
+            ]
+        else:
+            both = {"in_proj_qkv": delta.channels, "in_proj_z": values}
+            products = [
+                by_heads("in_proj_qkvz", both, hidden, parts=(keys, keys, values, values)),
+                by_heads("in_proj_ba", {"in_proj_b": heads, "in_proj_a": heads}, hidden),
+            ]
+        return [
+            *products,
+            by_heads("conv1d", {"conv1d": delta.channels}, 1, delta.kernel, parts=(keys, keys, values)),
+            plain("dt_bias", "dt_bias", (heads,), 0),
+            plain("A_log", "A_log", (heads,), 0),
+            plain("out_norm.weight", "norm.weight", (delta.value,), None),
+            plain("out_proj.weight", "out_proj.weight", (hidden, values), 1),
+        ]
+
+    return Part(attention.transformer, parameters)
 
 
 def _latent(config: dict[str, Any], variant: Variant) -> Part:

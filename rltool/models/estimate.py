@@ -109,7 +109,7 @@ class Estimate:
             yield f"            {fits} {self.asked.gpus} x {room}, of which a tenth is left free; [trainer] with"
             yield f"            {', '.join(f'{key} = {json.dumps(value)}' for key, value in self._settings().items())}"
         cache, gpus = self.serving, self.engine_gpus
-        windowed = f", and {cache.windowed / GIB:.2f} GiB of windows a sequence" if cache.windowed else ""
+        windowed = f", and {cache.windowed / GIB:.2f} GiB of windows or states a sequence" if cache.windowed else ""
         yield f"serving     weights {cache.weights / GIB:.1f} GiB, KV cache {cache.cache:,} bytes a token{windowed}"
         if gpus is None:
             yield f"            more than eight GPUs of {room} an engine"

@@ -33,6 +33,32 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
+GATE_AND_UP, DOWN = "gate_up_proj", "down_proj"
+"""Of all experts of a layer: [experts, 2 * size, hidden] and [experts, hidden, size]."""
+
+
+class ExpertOfAll:
+    """Rows of one expert's part of a tensor of all. The interface of a `TensorFile`."""
+
+    def __init__(self, file: TensorFile, name: str, expert: int, rows: slice = slice(None)) -> None:
+        self._file, self._name, self._expert, self._rows = file, name, expert, rows
+
+    @property
+    def path(self) -> Path:
+        return self._file.path
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        _, rows, columns = self._file.shape(self._name)
+        return len(range(rows)[self._rows]), columns
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._file.dtype(self._name)
+
+    def read(self, name: str, part: int | None = None) -> Tensor:
+        """part: of no use, there is one expert."""
+        return self._file.read(self._name, self._expert)[self._rows]
+
+
 class HFTensors:
     """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
 
@@ -41,7 +67,7 @@ class HFTensors:
 
         UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
         self._stack = ExitStack()
-        self._owner: dict[str, TensorFile | Mxfp4Tensor] = {}
+        self._owner: dict[str, TensorFile | Mxfp4Tensor | ExpertOfAll] = {}
         with self._stack:
             for path in weight_files(Path(directory)) if files is None else files:
                 file = TensorFile(path)
@@ -51,6 +77,7 @@ class HFTensors:
                         raise UsageError(f"{directory}: tensor {name} stands in more than one file")
                     self._owner[name] = file
             self._join_mxfp4()
+            self._split_experts()
             # Open until `close`: everything is in order.
             self._stack = self._stack.pop_all()
 
@@ -67,6 +94,22 @@ class HFTensors:
             if isinstance(blocks, TensorFile) and isinstance(scales, TensorFile):
                 self._owner[name] = Mxfp4Tensor(name, blocks, scales)
                 del self._owner[name + BLOCKS], self._owner[name + SCALES]
+
+    def _split_experts(self) -> None:
+        """In place of a layer's two tensors of all experts (files of Qwen3.5) there are those of each. gpt-oss's, which
+        have biases, stay."""
+        for name in [name for name in self._owner if name.endswith(f".experts.{GATE_AND_UP}")]:
+            block, both = name.removesuffix(GATE_AND_UP), self._owner[name]
+            down = self._owner.get(f"{block}{DOWN}")
+            if f"{name}_bias" in self._owner or not isinstance(both, TensorFile) or not isinstance(down, TensorFile):
+                continue
+            experts, rows, _ = both.shape(name)
+            halves = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
+            for expert in range(experts):
+                for part, here in halves.items():
+                    self._owner[f"{block}{expert}.{part}.weight"] = ExpertOfAll(both, name, expert, here)
+                self._owner[f"{block}{expert}.down_proj.weight"] = ExpertOfAll(down, f"{block}{DOWN}", expert)
+            del self._owner[name], self._owner[f"{block}{DOWN}"]
 
     @property
     def names(self) -> set[str]:
@@ -109,7 +152,7 @@ def check_tensors(family: Family, tensors: HFTensors, directory: Path) -> None:
     extra = {name for name in extra if not name.startswith(family.carried)}
     if family.tied_embeddings and "lm_head.weight" in extra:
         # Some writers store the tied head as well. It is ignored by everyone, so a different one would be a trap.
-        if not torch.equal(tensors.read("lm_head.weight"), tensors.read("model.embed_tokens.weight")):
+        if not torch.equal(tensors.read("lm_head.weight"), tensors.read(f"{family.prefix}embed_tokens.weight")):
             raise UsageError(
                 f"{directory}: config.json ties lm_head.weight to the embedding, "
                 "but the stored lm_head.weight differs; set tie_word_embeddings to false or remove the tensor"

@@ -128,7 +128,9 @@ def training_memory(
     family: Family, trainer: TrainerConfig, *, dtype: str, lora: LoraConfig = FULL
 ) -> RankMemory:  # fmt: skip
     """Of the rank that needs most. UsageError for a layout that the model cannot have."""
-    check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    check_layout(
+        family, trainer.layout, sequence_parallel=trainer.sequence_parallel, shared_prefixes=trainer.shared_prefixes
+    )
     stages = range(trainer.pipeline_parallel)
     return max((_of_stage(family, trainer, dtype, stage, lora) for stage in stages), key=lambda m: m.total)
 
@@ -171,7 +173,7 @@ def _saved(family: Family, layer: int, trainer: TrainerConfig, *, norms: bool, g
     around = 2 * hidden * (1 + (before and not norms) + after)
     experts = family.expert_layers[layer]
     mlp = _experts(shape, tp, gated=gated) if experts else _gated(shape, shape["ffn_hidden_size"] / tp, gated=gated)
-    return around + _attention(family, tp) + mlp
+    return around + (_delta_net(family, tp) if family.attention.is_delta(layer) else _attention(family, tp)) + mlp
 
 
 def _low(family: Family, lora: LoraConfig) -> list[int]:
@@ -191,10 +193,21 @@ def _attention(family: Family, tp: int) -> float:
         queries = heads * shape["kv_channels"]
         keys = shape["num_query_groups"] / tp * shape["kv_channels"]
         # What the product gave (values are a part of it), turned queries and keys, the output; a norm's input.
-        return (queries + 2 * keys) + (queries + keys) + queries + (queries if shape["qk_layernorm"] else 0)
+        gate = 2 * queries if family.attention.gated else 0  # as it comes of the product, and what it multiplies
+        return (queries + 2 * keys) + (queries + keys) + queries + (queries if shape["qk_layernorm"] else 0) + gate
     low = 2 * (latent.query_rank or 0) + 2 * latent.rank + latent.rotary
     # Queries, keys, keys and values as they come of their product, the output.
     return low + heads * (2 * latent.head + latent.plain + 2 * latent.value)
+
+
+def _delta_net(family: Family, tp: int) -> float:
+    """With fla's kernels; not measured."""
+    delta = family.attention.delta
+    assert delta is not None
+    heads, values = delta.value_heads / tp, delta.value_heads / tp * delta.value
+    # What the product gave, and the convolution; queries and keys for each value head, as they are and normalised;
+    # values; a triangle of each chunk of 64 tokens; what the state gave; in float32 norm and gate; the output.
+    return 2 * delta.channels / tp + values + 4 * heads * delta.key + values + 64 * heads + values + 4 * values + values
 
 
 def _gated(shape: dict[str, Any], ffn: float, *, gated: bool) -> float:
@@ -218,7 +231,7 @@ def _item(dtype: str) -> int:
 @dataclass(frozen=True)
 class EngineBytes:
     """weights: of an engine, all its GPUs together; cache: of a token in the layers that see all, on each GPU;
-    windowed: of one sequence in those with a sliding window, at most."""
+    windowed: of one sequence in those with a sliding window or a gated delta net, at most."""
 
     weights: int
     cache: int
@@ -234,19 +247,25 @@ def engine_bytes(family: Family, *, tensor_parallel: int = 1, dtype: str = "bflo
     else:
         a_layer = 2 * max(1, shape["num_query_groups"] // tensor_parallel) * shape["kv_channels"] * item
     windows = [window for window in family.attention.windows if window is not None]
+    delta, states = family.attention.delta, 0
+    if delta is not None:  # states in float32, and what the convolution sees
+        heads = delta.state * 4 + delta.channels * (delta.kernel - 1) * item
+        states = sum(delta.layers) * (heads // tensor_parallel)
+    full = family.num_layers - len(windows) - (sum(delta.layers) if delta else 0)
     weights = sum(math.prod(p.merged_shape) * (4 if p.keeps_fp32 else item) for p in family.parameters)
-    return EngineBytes(weights, (family.num_layers - len(windows)) * a_layer, sum(windows) * a_layer)
+    return EngineBytes(weights, full * a_layer, sum(windows) * a_layer + states)
 
 
 def fitting_layout(
-    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL
-) -> tuple[TrainerConfig, RankMemory] | None:
+    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL,
+    gpus_per_host: int = LARGEST_TENSOR_PARALLEL,
+) -> tuple[TrainerConfig, RankMemory] | None:  # fmt: skip
     """The settings of [trainer] that cut the model least, and then compute least again, within USED of each GPU; None:
-    there are none. tokens: of a micro-batch."""
+    there are none. tokens: of a micro-batch; gpus_per_host: a layer's weights are cut within a host."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     cuts = sorted(
         (tp * pp * ep, pp, tp, ep)
-        for tp in divisors if tp <= LARGEST_TENSOR_PARALLEL
+        for tp in divisors if tp <= LARGEST_TENSOR_PARALLEL and gpus_per_host % tp == 0
         for pp in divisors
         for ep in (divisors if family.num_experts else [1])
     )  # fmt: skip
@@ -263,4 +282,19 @@ def fitting_layout(
                 break
             if memory.total <= USED * gpu_bytes:
                 return trainer, memory
+            if memory.state > USED * gpu_bytes:  # which no recomputation makes smaller
+                break
     return None
+
+
+def reduced_bytes(family: Family, layout: ParallelLayout, *, dtype: str) -> int:
+    """What a rank sends at least, in a step with the distributed optimizer, to those that hold the same parameters: its
+    gradients once in float32 (a reduce-scatter), and the parameters once (an all-gather). Of the rank that sends
+    most."""
+
+    def of(parameter: Parameter) -> float:
+        replicas = layout.replica_size // layout.ep if parameter.expert is not None else layout.replica_size
+        size = math.prod(parameter.shard_shape(layout.tp))
+        return (4 + _item(dtype)) * size * (replicas - 1) / replicas
+
+    return int(max(sum(map(of, _held(family, family.parameters, layout, stage))) for stage in range(layout.pp)))

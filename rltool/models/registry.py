@@ -28,7 +28,10 @@ from rltool.models import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     smollm3,
 )
 from rltool.models.base import Family, FamilyDefinition
@@ -36,8 +39,8 @@ from rltool.models.base import Family, FamilyDefinition
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
     module.FAMILY
     for module in (
-        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, mistral, mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4,
-        glm4_moe, deepseek_v3, gpt_oss,
+        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, mistral, mixtral, phi3,
+        gemma2, gemma3, olmo, olmoe, glm4, glm4_moe, deepseek_v3, gpt_oss,
     )
 )  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
@@ -92,6 +95,13 @@ def family_for(hf_config: dict[str, Any], own: str | None = None) -> Family:
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"config.json describes no {architecture}: {type(error).__name__}: {error}") from error
     return family if own is None else replace(family, own=own)
+
+
+def dtype_in(hf_config: dict[str, Any]) -> str:
+    """Of the weights, by this config.json."""
+    text: dict[str, Any] = hf_config.get("text_config") or {}
+    found = (config.get(key) for config in (hf_config, text) for key in ("dtype", "torch_dtype"))
+    return next(filter(None, found), "float32")
 
 
 def load_family(path: str, *, setting: str = "model.family") -> FamilyDefinition:

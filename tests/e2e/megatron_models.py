@@ -24,15 +24,20 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
-    "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss",
+    "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next",
+    "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
 EXPERTS = (
-    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss",
+    "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
+    "qwen3_5_moe",
 )  # fmt: skip
-ZERO_CENTRED = ("gemma2", "gemma3")
-"""Norms multiply by 1 + weight."""
+DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
+"""With gated delta nets."""
+ZERO_CENTRED = ("gemma2", "gemma3", *DELTA)
+"""Norms multiply by 1 + weight, but for those of a gated delta net's output."""
 FEW = (
     "llama", "mistral", "mixtral", "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2",
+    "qwen3_5_moe",
 )  # fmt: skip
 """Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
 as well."""
@@ -55,6 +60,12 @@ def hf_config(kind: str, tied: bool, **sizes):
     latent = dict(kv_lora_rank=24, qk_nope_head_dim=20, qk_rope_head_dim=12, v_head_dim=28, num_key_value_heads=4)
     # transformers gives the embedding of padding no gradient.
     olmo = dict(pad_token_id=None)
+    # A state of one token gives q k v, of which the norm behind keeps the sign of q k: near zero that is rounding.
+    delta = dict(rms_norm_eps=1e-4)
+    delta |= dict(linear_key_head_dim=32, linear_value_head_dim=24, linear_num_key_heads=2, linear_num_value_heads=4)
+    delta |= dict(layer_types=["linear_attention", "full_attention"] * 2)  # one of each on either pipeline stage
+    quarter = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25))
+    shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
     odd = dict(num_attention_heads=6)  # which do not divide the hidden size
     name, special = {
         "qwen2": ("Qwen2Config", plain),
@@ -120,6 +131,12 @@ def hf_config(kind: str, tied: bool, **sizes):
             | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
             | dict(shared_expert_intermediate_size=40, mlp_only_layers=[1]),
         ),
+        "qwen3_next": (
+            "Qwen3NextConfig",
+            delta | quarter | shared | dict(head_dim=HEAD_DIM, mlp_only_layers=[1]),
+        ),
+        "qwen3_5": ("Qwen3_5TextConfig", delta | quarter | dict(head_dim=HEAD_DIM)),
+        "qwen3_5_moe": ("Qwen3_5MoeTextConfig", delta | quarter | shared | dict(head_dim=HEAD_DIM)),
         "glm4_moe": (
             "Glm4MoeConfig",
             experts
@@ -186,7 +203,6 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
-    centre = 0.0 if kind in ZERO_CENTRED else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
@@ -194,12 +210,37 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
             noise = torch.randn(parameter.shape, generator=generator)
             if "sinks" in name or "gate_up_proj_bias" in name:  # which act, and reach gpt-oss's clamp
                 noise *= 30
+            centre = 0.0 if kind in ZERO_CENTRED and "linear_attn.norm" not in name else 1.0
             parameter.copy_(centre + 0.1 * noise if "norm" in name else 0.15 * noise)
+            if name.endswith("A_log"):  # a state keeps most of what it has
+                parameter.sub_(2.0)
     return model.eval()
 
 
 def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, **options) -> Path:
     hf_model(kind, tied, seed).save_pretrained(directory, **options)
+    return directory
+
+
+WITH_TOWER = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}
+
+
+def save_with_tower(directory: Path, kind: str, text: Any = None) -> Path:
+    """A model with pictures of Qwen3.5's architecture in bfloat16; text: its language model, else `hf_model`'s of this
+    kind."""
+    import transformers
+
+    text, name = text or hf_model(kind, tied=False), WITH_TOWER[kind]
+    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2)
+    vision |= dict(out_hidden_size=text.config.hidden_size)
+    vision |= dict(num_position_embeddings=16)
+    config = getattr(transformers, f"{name}Config")(
+        text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision
+    )
+    whole = getattr(transformers, f"{name}ForConditionalGeneration")(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    whole.bfloat16().save_pretrained(directory)
     return directory
 
 

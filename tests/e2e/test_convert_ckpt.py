@@ -17,13 +17,15 @@ from rltool.checkpoints.manifest import CheckpointDamaged
 from rltool.checkpoints.verify import ConversionMismatch
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
-from tests.e2e.megatron_models import FEW, KINDS, hf_model, save_hf
+from tests.e2e.megatron_models import DELTA, FEW, KINDS, hf_model, save_hf, save_with_tower
 
 pytestmark = pytest.mark.e2e
 
-PREDICTING = ("glm4_moe", "deepseek_v3", "glm4_moe_lite")
-"""Families with layers of multi-token prediction."""
 ONE = torch.ones(7)
+BEHIND = {"model.layers.4.eh_proj.weight": torch.ones(3, 5).bfloat16(), "model.layers.4.enorm.weight": ONE}
+APART = {"mtp.fc.weight": torch.ones(3, 5).bfloat16(), "mtp.layers.0.input_layernorm.weight": ONE}
+PREDICTING = dict.fromkeys(("glm4_moe", "deepseek_v3", "glm4_moe_lite"), BEHIND) | dict.fromkeys(DELTA, APART)
+"""Families with layers of multi-token prediction, and some of their tensors."""
 
 
 def weights(directory) -> dict[str, torch.Tensor]:
@@ -48,9 +50,8 @@ def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     original = save_hf(tmp_path / "hf", kind, tied)
     file, predicting = original / "model.safetensors", 0
     if kind in PREDICTING:  # layers beyond the model's, which keep their bits whatever the model's dtype
-        more = {"model.layers.4.eh_proj.weight": torch.randn(3, 5).bfloat16(), "model.layers.4.enorm.weight": ONE}
-        save_file(load_file(file) | more, file, {"format": "pt"})
-        predicting = len(more)
+        save_file(load_file(file) | PREDICTING[kind], file, {"format": "pt"})
+        predicting = len(PREDICTING[kind])
     done = hf_to_torch_dist(original, tmp_path / "dist")
     assert done.tensors_equal == done.tensors == len(weights(original)) - predicting
     assert done.carried_tensors == predicting
@@ -60,6 +61,31 @@ def test_round_trip_gives_the_same_tensors_and_logits(tmp_path, kind, tied):
     before, after = weights(original), weights(tmp_path / "back")
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_checkpoint_with_a_vision_tower_is_converted_as_text_and_keeps_the_tower(tmp_path, kind):
+    """In bfloat16, with the experts of a layer in one tensor, as on the hub."""
+    original = save_with_tower(tmp_path / "hf", kind)
+    (original / "preprocessor_config.json").write_text("{}")
+    file, apart = original / "model.safetensors", weights(original)
+    one = {name: t for name, t in apart.items() if ".experts." not in name}
+    for block in sorted({name.split(".experts.")[0] for name in apart.keys() - one.keys()}):
+        parts = [[apart[f"{block}.experts.{e}.{x}_proj.weight"] for e in range(4)] for x in ("gate", "up", "down")]
+        gate, up, down = (torch.stack(part) for part in parts)
+        one |= {f"{block}.experts.gate_up_proj": torch.cat([gate, up], 1), f"{block}.experts.down_proj": down}
+    assert (len(one) < len(apart)) == (kind == "qwen3_5_moe")
+    save_file(one, file, {"format": "pt"})
+    done = hf_to_torch_dist(original, tmp_path / "dist")
+    tower = [name for name in apart if name.startswith("model.visual.")]
+    assert done.dtype == "bfloat16" and done.carried_tensors == len(tower) > 10
+    assert done.tensors_equal == done.tensors == len(apart) - len(tower) and done.logit_difference < 1e-4
+    back = torch_dist_to_hf(tmp_path / "dist", tmp_path / "back")
+    assert back.carried_tensors == len(tower) and back.logit_difference < 1e-4
+    after = weights(tmp_path / "back")
+    assert after.keys() == apart.keys() and all(torch.equal(after[name], apart[name]) for name in apart)
+    assert (tmp_path / "back" / "preprocessor_config.json").is_file()
+    assert read_hf_config(tmp_path / "back") == read_hf_config(original)
 
 
 def test_a_source_in_mxfp4_is_converted_and_written_as_bfloat16(tmp_path):

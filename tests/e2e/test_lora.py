@@ -24,7 +24,15 @@ from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.models.adapters import adapters_of
 from rltool.models.registry import family_for, read_hf_config
-from tests.e2e.megatron_models import EXPERTS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import (
+    EXPERTS,
+    definition_of,
+    hf_logprobs,
+    hf_model,
+    make_trainer,
+    policy_batch,
+    save_hf,
+)
 
 pytestmark = pytest.mark.e2e
 
@@ -42,6 +50,7 @@ def layouts(kind: str) -> list[tuple[int, dict]]:
         (1, {}), (2, {"tp": 2, "trainer": parallel}), (2, {"pp": 2, "trainer": full}),
         (2, {"cp": 2, "trainer": selective}),
     ]  # fmt: skip
+    found = [(world, layout) for world, layout in found if {*layout} - {"trainer"} <= {*definition_of(kind).layouts}]
     if kind in EXPERTS:
         return [*found, (2, {"ep": 2}), (1, {"trainer": {"expert_products": "grouped"}})]
     return [*found, (2, {"tp": 2})]
@@ -169,7 +178,7 @@ def peft_gradients(model, rank: int) -> dict[str, torch.Tensor]:
     return found
 
 
-MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3")
+MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen3_5")
 """Products that HF fuses, other orders of rows, norms behind the product, dense layers beside experts."""
 
 

@@ -17,12 +17,16 @@ import pytest
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
+from rltool.rollout.measure.dump import write_dump
+from rltool.rollout.sample import Sample, SampleStatus
 from rltool.tinker.launch import ROLE
 from tests.e2e.engines import clients_python, free_port
-from tests.e2e.job import Job
+from tests.e2e.job import REPOSITORY, Job, write_job
 from tests.e2e.test_tinker import CLIENT, result_of
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+EXAMPLES = REPOSITORY / "examples"
 
 EXACT = 1e-5
 """Between engine and trainer, both in float32 on a CPU."""
@@ -39,7 +43,9 @@ class Served:
         key = (self.keys / who).read_text().strip()
         command = [str(clients_python()), str(CLIENT), self.url, key, script, *more]
         environment = {"PATH": os.environ["PATH"], "HOME": str(self.job.root), "TINKER_TELEMETRY": "0"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=self.job.root
+        )
 
     def result(self, who: str, script: str, *more: str) -> Any:
         found = result_of(self.client(who, script, *more))
@@ -69,6 +75,7 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Ite
         run = open_run("lab", create=False, root=job.runs)
         stack.callback(stop_run, run)
         port = free_port()
+        (root / "tiny").symlink_to(tiny_tied_dir)  # where clients that run in `root` find the tokenizer
         job.say(
             "serve-trainer", str(tiny_tied_dir), "--rollout-external", f"@{run.endpoints_file}", "--keys", str(keys),
             "--port", str(port), "--lora-rank", "8", "--served-name", "tiny", "--set", "model.dtype=float32",
@@ -82,7 +89,8 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
     for name in ("base", "trained", "saved", "scored"):
         np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
     assert np.abs(np.subtract(found["base"]["trainer"], found["trained"]["trainer"])).max() > 1e-3
-    assert found["n"] == 3 and found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
+    assert found["base_model"] == "tiny" and found["n"] == 3
+    assert found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
     assert found["stopped"] == ["stop", 1] and found["length"] == "length"
     assert all(np.argmax([p for _, p in row]) == 0 for row in found["topk"])
     assert found["topk_of_greedy"] == found["greedy"]
@@ -95,6 +103,35 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
         "gone": "there are no weights", "top_p": "top_p is 0",
     }.items():  # fmt: skip
         assert text in errors[name], (name, errors[name])
+
+
+def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(served, tmp_path):
+    replay = write_job(tmp_path, served.job.model, None)
+    updates = served.result("alice", "own_loop", str(replay.root), "1", str(EXAMPLES), "1e-3")["updates"]
+    assert len(updates) == 2
+    for step, each in enumerate(updates):
+        samples = []
+        for group, (prompt, sampled, rewards) in enumerate(each["groups"]):
+            for index, ((tokens, logprobs), reward) in enumerate(zip(sampled, rewards, strict=True)):
+                sample = Sample(4 * step + group, index, group, prompt, status=SampleStatus.COMPLETED)
+                sample.response_ids, sample.response_logprobs = tokens, logprobs
+                sample.response_mask, sample.reward = [1] * len(tokens), reward
+                samples.append(sample)
+        write_dump(tmp_path / "sampled", step=step, seed=0, samples=samples)
+    replay(
+        "debug train-only", "replay", "--rollouts", str(tmp_path / "sampled"), "--steps", "2",
+        sets=[
+            "seed=0", "optimizer_steps_per_rollout=1", "lora.rank=4", "algorithm.advantage.normalize_std=true",
+            "algorithm.old_logprobs=rollout",
+        ],
+    )  # fmt: skip
+    trained = replay.steps("replay")
+    for name, key in {"loss": "train/loss", "norm": "train/grad_norm"}.items():
+        ours, theirs = [each[name] for each in updates], [each[key] for each in trained]
+        assert ours[0] == pytest.approx(theirs[0], rel=1e-6, abs=1e-6), name
+        # The second is of the weights after the first; Adam has divided rounding of small gradients by their size.
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+    assert updates[0]["norm"] > 1e-3 and abs(updates[1]["loss"]) > 1e-4
 
 
 def test_two_tenants_sample_beside_each_other_and_neither_from_the_others_weights(served):

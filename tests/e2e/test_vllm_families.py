@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.megatron_models import KINDS
+from tests.e2e.megatron_models import DELTA, KINDS
 
 SECONDS = 600
 """A minute on two idle cores. What vLLM knows of an architecture it asks a process of its own, once on each
@@ -24,6 +24,9 @@ EQUAL = 5e-5
 both are off float64 by more than 1e-5."""
 NEAR = 1e-5
 DIFFERENT = 0.1
+ROUNDED = 0.1
+"""Largest mean difference where vLLM computes in bf16 alone (gated delta nets on a CPU), against fp32: 0.02 to 0.06 was
+seen. Other weights are off by more than four times this."""
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 USUAL = ("qwen2", "gemma3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
@@ -44,6 +47,10 @@ def found_of(kinds: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return {entry["family"]: entry for entry in entries}
 
 
+def equal(found: dict[str, Any]) -> float:
+    return ROUNDED if found["family"] in DELTA else EQUAL
+
+
 @pytest.fixture
 def found(kind: str) -> dict[str, Any]:
     return found_of(LONG if kind in LONG else USUAL)[kind]
@@ -51,7 +58,7 @@ def found(kind: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_vllm_computes_with_exported_weights_what_transformers_does_with_the_original(found):
-    assert found["exported"] < EQUAL, found
+    assert found["exported"] < equal(found), found
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -70,8 +77,8 @@ def test_the_trainers_latent_attention_is_nearer_to_transformers_than_either_is_
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found):
     """The first over gloo, the second over disk; on a CPU vLLM multiplies with packed copies of the weights."""
-    assert all(moved > DIFFERENT for moved in found["moved"]), found
-    assert all(difference < EQUAL for difference in found["synced"]), found
+    assert all(moved > max(DIFFERENT, 4 * equal(found)) for moved in found["moved"]), found
+    assert all(difference < equal(found) for difference in found["synced"]), found
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -82,4 +89,4 @@ def test_a_sync_replaces_packed_copies_and_keeps_none_of_the_old(found):
 
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_an_update_that_is_given_up_half_way_leaves_an_engine_that_computes(found):
-    assert found["abandoned"] < EQUAL, found
+    assert found["abandoned"] < equal(found), found

@@ -4,7 +4,9 @@ It is run by RLTOOL_CLIENTS_PYTHON, which has neither rltool nor torch.
 """
 
 import json
+import os
 import sys
+from contextlib import redirect_stdout
 
 import numpy as np
 import tinker
@@ -178,6 +180,7 @@ def sampling(service):
     found["trained"] = both(sampler, client)
     path = client.save_weights_for_sampler("one").result().path
     saved = service.create_sampling_client(model_path=path)
+    found["base_model"] = saved.get_base_model()
     found["saved"] = both(saved, client)
     tokens = [5, 17, 40, 3, 90, 61]
     found["scored"] = {
@@ -234,6 +237,28 @@ def long_rounds(service):
 
 def stranger_sampler(service):
     return {"error": message(lambda: sampled(service.create_sampling_client(model_path=sys.argv[4])))}
+
+
+def own_loop(_):
+    """examples/own_loop.py on a small task, with a reward that random weights earn: samples, loss, norm."""
+    task, steps, examples, rate = sys.argv[4:]
+    os.environ |= {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
+    sys.path.insert(0, examples)
+    import own_loop as example
+
+    found, update = [], example.update
+
+    def recorded(client, groups, _):
+        loss, norm = update(client, groups, float(rate))
+        sampled = [[prompt, [[s.tokens, s.logprobs] for s in group], earned] for prompt, group, earned in groups]
+        found.append({"groups": sampled, "loss": loss, "norm": norm})
+        return loss, norm
+
+    example.update, example.PROMPTS, example.SAMPLES = recorded, 8, 4
+    example.reward = lambda _, text: sum(each.islower() for each in text) / example.MAX_TOKENS
+    with redirect_stdout(sys.stderr):
+        example.main(example.Path(task), int(steps))
+    return {"updates": found}
 
 
 if __name__ == "__main__":

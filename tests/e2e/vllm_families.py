@@ -4,12 +4,12 @@ and then syncs other weights into the running engine, twice.
 `python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each family, all of them without arguments:
 
 exported    the largest difference of a prompt's log-probabilities to transformers with the weights from before the
-            conversion, in fp32
+            conversion, in fp32; of families in bf16 (IN_BF16) the mean. Qwen3.5's have their vision tower
 synced      the same after each sync, over gloo and over disk
 moved       how far apart by that measure the weights of each sync are from those before it
 exact       the largest difference of each side to transformers in float64, over all three weights; of the trainer too
-            where attention is latent
-trainer     there, its largest difference to transformers in fp32
+            where attention is latent; of families in bf16 transformers is in bf16 there
+trainer     where attention is latent, its largest difference to transformers in fp32
 abandoned   the same as `synced`, after an update that was given up half-way, of the weights that the engine had
 copies      how many of vLLM's packed copies of weights there are after the syncs, and were before them
 seconds     of all that
@@ -47,7 +47,18 @@ from torch.overrides import TorchFunctionMode
 from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
-from tests.e2e.megatron_models import EXPERTS, KINDS, VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch
+from tests.e2e.megatron_models import (
+    DELTA,
+    EXPERTS,
+    KINDS,
+    VOCAB,
+    WITH_TOWER,
+    hf_logprobs,
+    hf_model,
+    make_trainer,
+    policy_batch,
+    save_with_tower,
+)
 from tests.ranks import flat_bytes
 
 HIDDEN = 128
@@ -67,6 +78,9 @@ LATENT = {
 """The sizes that vLLM's attention for them is compiled for. transformers and the trainer take 1e-6 for the norms of
 low-rank vectors whatever rms_norm_eps is, vLLM takes rms_norm_eps: with 1e-5 (GLM-4.7-Flash) these norms are a relative
 2e-6 apart, and log-probabilities here 2e-5."""
+IN_BF16 = DELTA
+"""vLLM 0.32 on a CPU: "CPU GDN attention requires BF16". Weights are rounded to it first."""
+SIZES = LATENT | {kind: dict(linear_key_head_dim=128, linear_value_head_dim=128) for kind in DELTA}
 HEAD_TWICE = "qwen2"
 """Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
 
@@ -106,13 +120,23 @@ def trainers_logprobs(model: Path) -> torch.Tensor:
 
 
 def model_of(kind: str, seed: int):
-    return hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, num_attention_heads=4, **LATENT.get(kind, {}))
+    """In float32."""
+    model = hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, num_attention_heads=4, **SIZES.get(kind, {}))
+    return model.bfloat16().float() if kind in IN_BF16 else model
+
+
+def save(kind: str, seed: int, directory: Path) -> None:
+    model = model_of(kind, seed)
+    if kind in WITH_TOWER:  # as all that were released
+        save_with_tower(directory, kind, model)
+    else:
+        (model.bfloat16() if kind in IN_BF16 else model).save_pretrained(directory)
 
 
 def convert(kind: str, work: Path) -> Path:
     from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
 
-    model_of(kind, 0).save_pretrained(work / "original")
+    save(kind, 0, work / "original")
     hf_to_torch_dist(work / "original", work / "dist", verify=False)
     torch_dist_to_hf(work / "dist", work / "back", verify=False)
     if kind == HEAD_TWICE:
@@ -128,8 +152,9 @@ def add_the_head(directory: Path) -> None:
 
 def weights_of(kind: str, seed: int, directory: Path) -> Tensors:
     """As a checkpoint names and cuts them, which is how the trainer sends them."""
-    model_of(kind, seed).save_pretrained(directory)
-    return load_file(directory / "model.safetensors")
+    save(kind, seed, directory)
+    found = load_file(directory / "model.safetensors")
+    return {name: tensor for name, tensor in found.items() if not name.startswith("model.visual.")}
 
 
 @contextmanager
@@ -138,9 +163,12 @@ def engine_of(model: Path, **more: Any) -> Iterator[Any]:
     from vllm.config import WeightTransferConfig
     from vllm.distributed import cleanup_dist_env_and_memory
 
-    options = dict(dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=2, skip_tokenizer_init=True)
+    config = json.loads((model / "config.json").read_text())
+    options: dict[str, Any] = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "vision_config" in config else {}
+    options |= dict(dtype=config["dtype"], enforce_eager=True, skip_tokenizer_init=True)
+    options |= dict(max_model_len=64, max_num_seqs=2)
     options |= dict(max_num_batched_tokens=64) | more  # which is also what vLLM tries out at its start
-    if "kv_lora_rank" in json.loads((model / "config.json").read_text()):
+    if "kv_lora_rank" in config:
         options |= dict(attention_backend="CPU_MLA")  # with AMX, vLLM would take kernels that are for bf16
     transfer = WeightTransferConfig(backend="rltool")
     engine = LLM(str(model), weight_transfer_config=transfer, worker_extension_cls=WORKER_EXTENSION, **options)
@@ -234,6 +262,10 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
     return (one - other).abs().max().item()
 
 
+def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    return (one - other).abs().mean().item()
+
+
 @dataclass
 class Case:
     """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each by
@@ -244,6 +276,8 @@ class Case:
     expected: list[torch.Tensor]
     exact: list[torch.Tensor]
     trainers: list[torch.Tensor]
+    theirs: list[torch.Tensor]
+    """By transformers in the engine's precision."""
 
 
 def prepare(kind: str, work: Path) -> Case:
@@ -253,19 +287,23 @@ def prepare(kind: str, work: Path) -> Case:
     with torch.no_grad():
         expected = [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in seeds]
         exact = [exact_logprobs(kind, seed) for seed in seeds]
-    return Case(convert(kind, work), weights, expected, exact, trainers)
+        theirs = expected
+        if kind in IN_BF16:
+            theirs = [hf_logprobs(model_of(kind, seed).bfloat16(), PROMPT, 1.0) for seed in seeds]
+    return Case(convert(kind, work), weights, expected, exact, trainers, theirs)
 
 
 def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
     expected, tokens, trainers = case.expected, PROMPT, case.trainers
     computed: list[torch.Tensor] = []
+    apart = mean_difference if kind in IN_BF16 else difference
     if kind in LATENT:
         rotate_in_plain_torch()
     with engine_of(case.model) as engine:
 
         def seen(seed: int) -> float:
             computed.append(vllm_logprobs(engine, tokens))
-            return difference(computed[-1], expected[seed])
+            return apart(computed[-1], expected[seed])
 
         def after(send: Callable[..., None], seed: int) -> float:
             tensors = case.weights[seed]
@@ -277,7 +315,7 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
         before = packed_copies()
         found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
         found |= {"abandoned": after(abandon_half_way, 2)}
-    sides = {"vllm": computed[:3], "trainer": trainers, "transformers": expected}
+    sides = {"vllm": computed[:3], "trainer": trainers, "transformers": case.theirs}
     found["exact"] = {
         side: max(difference(x.double(), y) for x, y in zip(logprobs, case.exact, strict=True))
         for side, logprobs in sides.items()
@@ -285,7 +323,7 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
     }
     if trainers:
         found["trainer"] = max(difference(x, y) for x, y in zip(trainers, expected, strict=True))
-    return found | {"moved": [difference(expected[seed], expected[seed + 1]) for seed in range(2)]}
+    return found | {"moved": [apart(expected[seed], expected[seed + 1]) for seed in range(2)]}
 
 
 def compare_adapter(kind: str, adapter: Path, work: Path) -> dict[str, float]:

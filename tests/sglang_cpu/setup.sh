@@ -12,8 +12,9 @@ set -euo pipefail
 
 here=$(cd "$(dirname "$0")" && pwd)
 requirements="$here/../../requirements/sglang-cpu.txt"
+torchvision="$here/../../requirements/torchvision_on_cpu.py"
 venv=${1:?usage: setup.sh VENV_DIR}
-recipe=$(cat "$here/setup.sh" "$here/sglang_cpu_stub.py" "$requirements" | sha256sum | cut -d' ' -f1)
+recipe=$(cat "$here/setup.sh" "$here/sglang_cpu_stub.py" "$torchvision" "$requirements" | sha256sum | cut -d' ' -f1)
 stamp="$venv/.recipe"
 
 if [[ -f "$stamp" && "$(cat "$stamp")" == "$recipe" ]]; then
@@ -35,9 +36,10 @@ fi
 "${pip[@]}" --no-deps sglang==0.5.23 torchvision==0.28.0
 
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-cp "$here/sglang_cpu_stub.py" "$site/"
-# A .pth file, because SGLang's scheduler and detokenizer are spawned processes: each must have the stub before its first import.
+cp "$here/sglang_cpu_stub.py" "$torchvision" "$site/"
+# .pth files, because SGLang's scheduler and detokenizer are spawned processes: each must have the stubs before its first import.
 echo 'import sglang_cpu_stub' > "$site/sglang_cpu_stub.pth"
+echo 'import torchvision_on_cpu' > "$site/torchvision_on_cpu.pth"
 
 "$venv/bin/python" -c 'import sglang, torchvision, sgl_kernel; print("sglang", sglang.__version__)'
 echo "$recipe" > "$stamp"

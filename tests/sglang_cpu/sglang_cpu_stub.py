@@ -1,13 +1,11 @@
 """Lets the stock SGLang wheel import, and serve, where there is no GPU. For tests; copied into a venv by setup.sh.
 
-On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but two of its imports assume CUDA:
+On a CPU without AMX, SGLang 0.5.23 computes with plain torch, but some of its code assumes CUDA (of torchvision's:
+requirements/torchvision_on_cpu.py):
 
 - `sgl_kernel`, its kernel package, has no CPU wheel. Here every submodule and attribute of that name exists, and raises
   NotImplementedError when it is called: a code path that really needs a kernel fails by name, instead of computing
   nonsense.
-- the registry's `torchvision` is a CUDA build whose operator library does not load, and importing it then fails because
-  it registers meta kernels for operators that nobody declared. Here the operators are declared (not implemented)
-  beforehand.
 - NIXL, where it is installed: SGLang calls its KV cache VRAM wherever it lies, and UCX refuses host memory under that
   name. Here it is called DRAM, which it is.
 - memory of the host that it copies from a GPU to, such as that of routed experts, or to one from, such as adapters, is
@@ -30,43 +28,6 @@ from typing import Any
 KERNEL_PACKAGE = "sgl_kernel"
 KERNEL_VERSION = "0.4.10"
 """SGLang compares `sgl_kernel.__version__` with the minimum that it wants."""
-
-
-def _schema(name: str, tensors: int, floats: int, ints: int, bools: int, results: int) -> str:
-    """An operator's signature in torch's schema language; only its name and types matter, nothing ever calls it."""
-    kinds = ["Tensor"] * tensors + ["float"] * floats + ["SymInt"] * ints + ["bool"] * bools
-    arguments = ", ".join(f"{kind} a{position}" for position, kind in enumerate(kinds))
-    returns = "Tensor" if results == 1 else "(" + ", ".join(["Tensor"] * results) + ")"
-    return f"{name}({arguments}) -> {returns}"
-
-
-TORCHVISION_OPERATORS = (
-    _schema("nms", 2, 1, 0, 0, 1),
-    _schema("qnms", 2, 1, 0, 0, 1),
-    _schema("roi_align", 2, 1, 3, 1, 1),
-    _schema("_roi_align_backward", 2, 1, 7, 1, 1),
-    _schema("roi_pool", 2, 1, 2, 0, 2),
-    _schema("_roi_pool_backward", 3, 1, 6, 0, 1),
-    _schema("ps_roi_align", 2, 1, 3, 0, 2),
-    _schema("_ps_roi_align_backward", 3, 1, 7, 0, 1),
-    _schema("ps_roi_pool", 2, 1, 2, 0, 2),
-    _schema("_ps_roi_pool_backward", 3, 1, 6, 0, 1),
-    _schema("deform_conv2d", 5, 0, 8, 1, 1),
-    _schema("_deform_conv2d_backward", 6, 0, 8, 1, 5),
-)
-
-_declared: list[Any] = []  # torch drops a library's declarations when the object is collected
-
-
-def _declare_torchvision_operators() -> None:
-    if _declared:
-        return
-    import torch
-
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for schema in TORCHVISION_OPERATORS:
-        library.define(schema)
-    _declared.append(library)
 
 
 NIXL = "nixl_cu12._api"
@@ -157,11 +118,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name == "torchvision":
-            _declare_torchvision_operators()
-        elif name.split(".")[0] == KERNEL_PACKAGE:
+        if name.split(".")[0] == KERNEL_PACKAGE:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        elif name in CHANGED:
+        if name in CHANGED:
             found = importlib.machinery.PathFinder.find_spec(name, path)
             if found is not None and found.loader is not None:
                 found.loader = _ChangingLoader(found.loader, CHANGED[name])

@@ -101,7 +101,7 @@ def token_bytes(family: Family, hf_config: Mapping[str, object], group: EngineGr
     """Of the keys and values of a token on each GPU of an engine; None where layers differ in what they keep."""
     kinds = hf_config.get("layer_types") or ()
     plain = isinstance(kinds, (list, tuple)) and all(kind == "full_attention" for kind in kinds)
-    if family.attention.windows or family.attention.latent or not plain:
+    if family.attention.windows or family.attention.latent or family.attention.delta or not plain:
         return None
     sizes, layers = parallel_sizes(group), family.num_layers
     whole = engine_bytes(family, tensor_parallel=sizes.tp, dtype=_dtype(group)).cache

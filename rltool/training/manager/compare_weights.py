@@ -30,7 +30,7 @@ from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.models.hf_directory import HFTensors
-from rltool.models.registry import family_for, read_hf_config
+from rltool.models.registry import dtype_in, family_for, read_hf_config
 from rltool.training.checks.preflight import with_model_config
 from rltool.weights.verify.implied_checksums import implied_checksums, layout_of, why_no_checksums
 from rltool.weights.verify.tolerances import check_tolerance
@@ -65,7 +65,7 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
     family = family_for(config)
     async with EngineClient() as client:
         engine, info = await _probed(client, engine, timeout)
-        dtype = info.dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+        dtype = info.dtype or dtype_in(config)
 
         async def score(samples: list[Sampled]) -> list[list[float]]:
             tokens = torch.tensor([token for sample in samples for token in sample.token_ids])

@@ -14,12 +14,12 @@ from rltool.errors import UsageError
 from rltool.megatron.export_plan import full_plan
 from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_config
 from rltool.models.registry import family_for
-from tests.e2e.megatron_models import KINDS, hf_config
+from tests.e2e.megatron_models import DELTA, KINDS, hf_config
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-FUSED = ("gpt_oss",)
+REFUSED = ("gpt_oss", *DELTA)
 
 
 def family_of(kind, **sizes):
@@ -52,7 +52,7 @@ def test_zeros_stay_zeros_and_powers_of_two_are_exact():
     assert torch.equal(fp8.dequantized(values, scale), matrix)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FUSED])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
 def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(kind):
     family = family_of(kind, **WIDE, moe_intermediate_size=128, shared_expert_intermediate_size=128)
     plan, whole = fp8_plan(family), full_plan(family, torch.bfloat16)
@@ -83,6 +83,7 @@ def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(k
         ("qwen3", WIDE | {"intermediate_size": 200}, "200 rows are no multiple of 128"),
         ("qwen3", WIDE | {"num_key_value_heads": 1}, "k_proj.*64 rows"),
         ("gpt_oss", WIDE, "one tensor of all experts"),
+        ("qwen3_5", WIDE, "gated delta nets"),
     ],
 )
 def test_a_family_that_engines_cannot_hold_so_is_refused_by_name(kind, sizes, message):

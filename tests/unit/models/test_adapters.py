@@ -43,14 +43,30 @@ def test_a_target_that_the_model_lacks_is_refused():
         adapters_of(family_for(MIXTURE), 2, ["gate_up", "qkv"])
 
 
+def test_a_delta_nets_products_have_adapters_that_merge_as_their_tensors_do():
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=2, linear_value_head_dim=3)
+    family = family_for({**MIXTURE, "architectures": ["Qwen3_5ForCausalLM"], **sizes})
+    found = [each for each in adapters_of(family, 2, ["qkv", "proj"]) if each.base.layer == 0]
+    names = [[hf.removeprefix("model.layers.0.linear_attn.") for hf, _ in each.base.hf] for each in found]
+    assert names == [
+        ["in_proj_qkv.weight", "in_proj_z.weight"], ["in_proj_b.weight", "in_proj_a.weight"], ["out_proj.weight"],
+    ]  # fmt: skip
+    for each in found:
+        merging_is_the_same(each)
+
+
 @pytest.mark.parametrize("index", range(4))
 def test_merging_the_megatron_tensor_is_merging_each_hf_tensor(index):
-    each = adapters_of(family_for(MIXTURE), 2, "all-linear")[index]
+    merging_is_the_same(adapters_of(family_for(MIXTURE), 2, "all-linear")[index])
+
+
+def merging_is_the_same(each: Adapted) -> None:
     torch.manual_seed(0)
     hf = [torch.randn(shape) for _, shape in each.base.hf]
     a, b = ([torch.randn(p.merged_shape) for p in parts] for parts in (each.a, each.b))
     found = merged(each, each.base.merge(hf), a, b, scale=0.5, groups=each.base.query_groups)
-    expected = [w + 0.5 * up @ down for w, down, up in zip(hf, a, b, strict=True)]
+    in_hf_order = [p.split(up)[0] for p, up in zip(each.b, b, strict=True)]
+    expected = [w + 0.5 * up @ down for w, down, up in zip(hf, a, in_hf_order, strict=True)]
     torch.testing.assert_close(found, each.base.merge(expected))
     x = torch.randn(3, hf[0].size(1))
     added = each.put_together([x @ down.T @ up.T for down, up in zip(a, b, strict=True)], each.base.query_groups)

@@ -214,6 +214,10 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
         ("DeepseekV3ForCausalLM", {"topk_method": "group_limited_greedy"}, "topk_method"),
         ("DeepseekV3ForCausalLM", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("Glm4MoeForCausalLM", {"scoring_func": "softmax"}, "scoring_func"),
+        ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"]}, "layer_types"),
+        ("Qwen3NextForCausalLM", {"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
+        ("Qwen3_5ForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("Qwen3_5ForConditionalGeneration", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
 def test_feature_that_is_not_implemented_is_refused_by_name(architecture, changes, named):
@@ -276,6 +280,36 @@ def test_what_small_families_leave_out_of_their_config_is_transformers_default()
     assert moe.num_experts == 60 and moe.transformer["moe_shared_expert_intermediate_size"] == 5632
     assert family("Phi3ForCausalLM").max_position_embeddings == 4096
     assert family("OlmoeForCausalLM").transformer["moe_router_topk"] == 8
+
+
+def test_a_model_with_a_tower_is_its_text_model_under_other_names():
+    plain = hf_config("Qwen3_5ForCausalLM", num_hidden_layers=8, layer_types=None)
+    text = {key: value for key, value in plain.items() if key not in ("architectures", "tie_word_embeddings")}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": True, "text_config": text}
+    alone, beside = family_for(plain | {"tie_word_embeddings": True}), family_for(whole)
+    assert beside.tied_embeddings and beside.num_layers == 8
+    assert beside.attention == alone.attention and beside.attention.delta.layers == (True, True, True, False) * 2
+    assert beside.carried == ("mtp.", "model.visual.") and alone.carried == ("mtp.",)
+    names = [name.replace("model.", "model.language_model.", 1) for name, _ in alone.hf_tensors()]
+    assert [name for name, _ in beside.hf_tensors()] == names
+    assert len(alone.rotary.inverse_frequencies) == 256 // 4 // 2
+
+
+def test_rows_of_a_delta_nets_products_are_sorted_by_key_heads():
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=2, linear_value_head_dim=3)
+    family = family_for(hf_config("Qwen3_5ForCausalLM", **sizes))
+    at = "decoder.layers.0.self_attention."
+    product, both, conv = (family.parameter(f"{at}{name}.weight") for name in ("in_proj_qkvz", "in_proj_ba", "conv1d"))
+    # q: 0 to 3, k: 4 to 7, v: 8 to 19; z from 20 on. Of a key head two, two, six and six.
+    by_head = [[0, 1], [2, 3]], [[4, 5], [6, 7]], [[*range(8, 14)], [*range(14, 20)]]
+    gates = [[*range(20, 26)], [*range(26, 32)]]
+    expected = [row for head in range(2) for part in (*by_head, gates) for row in part[head]]
+    rows = torch.arange(32.0)[:, None].expand(32, 16)
+    assert product.merge([rows[:20], rows[20:]])[:, 0].tolist() == expected
+    assert both.merge([rows[:4], rows[4:8]])[:, 0].tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    short = torch.arange(20.0)[:, None, None].expand(20, 1, 4)
+    assert conv.merge([short])[:, 0, 0].tolist() == [row for h in range(2) for part in by_head for row in part[h]]
+    assert both.shard_dim == product.shard_dim == conv.shard_dim == 0
 
 
 def test_router_weights_are_normalised_as_the_family_says():

@@ -37,7 +37,7 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
 
-GENERATED = ("docs/cli.md", "docs/configuration.md", "docs/models.md", "docs/rooms.md")
+GENERATED = ("docs/cli.md", "docs/configuration.md", "docs/models.md", "docs/rooms.md", "docs/tinker-api.md")
 MOST_WORDS = 40_000
 DEFAULTS = {"router": "start", "models": "show"}
 """Of groups: what runs where no command of theirs is named."""
@@ -375,7 +375,20 @@ def test_the_environment_of_the_docs_can_be_won():
 
 def test_the_page_of_models_is_up_to_date_and_names_every_architecture():
     assert PAGES["docs/models.md"] == generator().models_page(), "run: python docs/generate.py models"
-    assert set(re.findall(r"`(\w+ForCausalLM)`", PAGES["docs/models.md"])) == set(supported_architectures())
+    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", PAGES["docs/models.md"])
+    assert set(named) == set(supported_architectures())
+
+
+def test_the_page_of_tinkers_api_is_up_to_date_and_names_tests_that_exist():
+    page = PAGES["docs/tinker-api.md"]
+    assert page == generator().tinker_page(), "run: python docs/generate.py tinker-api"
+    there = {
+        name
+        for file in (*(ROOT / "tests/contract/tinker").glob("test_*.py"), *(ROOT / "tests/e2e").glob("test_*.py"))
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+    }
+    named = set(re.findall(r"`(test_\w+)`", page))
+    assert named and named <= there
 
 
 def test_the_page_of_rooms_is_up_to_date_and_every_room_says_what_it_is():
