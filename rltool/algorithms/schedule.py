@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from rltool.errors import UsageError
@@ -14,12 +15,12 @@ def balanced_shares(costs: Sequence[int], shares: int) -> list[list[int]]:
     costs: per sample, its tokens or its FLOPs. Returns indices, ascending within a share. Every sample is in exactly
     one share; a share may be empty if there are fewer samples than shares.
     """
-    loads = [0] * shares
     result: list[list[int]] = [[] for _ in range(shares)]
+    lightest = [(0, 0, share) for share in range(shares)]  # a heap of cost, samples, share
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        lightest = min(range(shares), key=lambda s: (loads[s], len(result[s]), s))
-        result[lightest].append(i)
-        loads[lightest] += costs[i]
+        load, count, share = lightest[0]
+        result[share].append(i)
+        heapq.heapreplace(lightest, (load + costs[i], count + 1, share))
     return [sorted(share) for share in result]
 
 

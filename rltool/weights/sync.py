@@ -83,7 +83,7 @@ class WeightSync:
                 try:
                     report = await self._sync(version, check_all=check_all, only=only)
                 finally:
-                    awake = [update.url for update in self._updates if not update.is_asleep]
+                    awake = {update.url for update in self._updates if not update.is_asleep}
                     for url in asleep:
                         if url not in awake:
                             await self.gpus.end(url, "it did not wake up")
@@ -172,7 +172,7 @@ class WeightSync:
         """Returns the engines whose connections are new."""
         new, errors = await self.connections.connect([update.engine for update in updates])
         # Requests and probes go on until the pause: an engine may have failed them while others were connected.
-        there = self.fleet.syncable()
+        there = set(self.fleet.syncable())
         for update in updates:
             engine = self.fleet.find(update.url)
             if update.url in errors:

@@ -208,7 +208,7 @@ def test_new_sessions_go_to_the_engine_with_the_fewest_of_those_with_the_fewest_
             assert await ask(10, "e") == first.url
             r.plane.forget("e")
             r.plane.forget("never heard of")
-            assert list(r.plane._homes) == ["a", "c", "f"] and r.plane._sessions_at == {first.url: 2, second.url: 1}
+            assert list(r.plane._homes) == ["a", "c", "f"] and r.plane._loads.sessions == {first.url: 2, second.url: 1}
 
     asyncio.run(run())
 

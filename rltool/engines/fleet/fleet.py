@@ -44,6 +44,10 @@ from rltool.engines.weight_version import WeightVersion
 __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
 
 
+_DECISIVE = ("state", "version", "endpoint")
+"""Of a member: what decisions about requests rest on."""
+
+
 class Fleet:
     """The engines of one model. Engines are named by their control-plane URL. Not thread-safe: it has one owner."""
 
@@ -56,6 +60,9 @@ class Fleet:
         self.policy = policy or FleetPolicy()
         self.version: WeightVersion | None = None
         self.clock = clock
+        self.revision = 0
+        """Changes with each engine that joins or leaves, and with each one's state, version and address: what was
+        decided by these is decided anew only then."""
         self._members: dict[str, Member] = {}
         self._transitions: list[Transition] = []
 
@@ -115,6 +122,7 @@ class Fleet:
             raise IllegalTransition(f"{url} is in the fleet already; one URL is one engine")
         now = self.clock()
         self._members[url] = Member(endpoint.probed(info), info, takes_weights, State.STARTING, now, "added")
+        self.revision += 1
         self._transitions.append(Transition(now, url, None, State.STARTING, "added"))
 
     def add_probed(self, endpoint: EngineEndpoint, info: EngineInfo, *, takes_weights: bool = True) -> None:
@@ -131,6 +139,7 @@ class Fleet:
         """Forget an engine. Not from READY (drain it first) or PAUSED (a transfer group counts on it)."""
         member = self._require(url, "remove", State.STARTING, State.STALE, State.SUSPECT, State.DEAD, State.DRAINING)
         del self._members[url]
+        self.revision += 1
         self._transitions.append(Transition(self.clock(), url, member.state, None, reason))
 
     def restarted(self, url: str) -> None:
@@ -382,8 +391,11 @@ class Fleet:
         return member
 
     def _update(self, member: Member, **changes: object) -> Member:
-        self._members[member.url] = replace(member, **changes)
-        return self._members[member.url]
+        before, changed = self._members[member.url], replace(member, **changes)
+        self._members[member.url] = changed
+        if not changes.keys().isdisjoint(_DECISIVE):
+            self.revision += any(getattr(changed, name) != getattr(before, name) for name in _DECISIVE)
+        return changed
 
     def _move(self, url: str, state: State, reason: str, **changes: object) -> None:
         before = self._members[url]

@@ -39,6 +39,7 @@ from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
 from rltool.processes.tasks import beside
 from rltool.rollout.serving.fair_queue import FairQueue
+from rltool.rollout.serving.loads import Loads
 
 RETRY_SECONDS = 0.2
 """Pause after a failed attempt, doubled with each up to sixteen times: an engine that refuses everything, or a router
@@ -145,14 +146,16 @@ class DataPlane:
         self.counts: Counter[str] = Counter()
         """Events since the start: failed_requests, withdrawn_requests, poisonous_requests, refused_foreign,
         refused_unpublished, stale_engine."""
-        self._in_flight: Counter[str] = Counter()
+        self._loads = Loads()
+        """Requests in flight at each engine, or at the router, and the sessions that it is the home of."""
+        self._seen: int | None = None
+        """Revision of the fleet that `_able` and the candidates of `_loads` are of."""
+        self._able: dict[str, list[str]] = {}
         self._prefilling: Counter[str] = Counter()
         self._adapters: Counter[str] = Counter()
         """How many requests name each adapter."""
         self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """Session -> engine and prefill engine of its newest request."""
-        self._sessions_at: Counter[str] = Counter()
-        """How many of these sessions each engine has."""
         self._sending: dict[Attempt, asyncio.Future[list[Completion]]] = {}
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
@@ -166,11 +169,11 @@ class DataPlane:
     @property
     def in_flight(self) -> int:
         """Requests that are with an engine or the router now."""
-        return self._in_flight.total()
+        return self._loads.total
 
     def in_flight_at(self, url: str) -> int:
         """Requests that are with this engine; unknown behind a router."""
-        return self._in_flight[url]
+        return self._loads.requests[url]
 
     def samples_with(self, adapter: str) -> bool:
         """Whether a request that is in flight names it."""
@@ -198,7 +201,7 @@ class DataPlane:
         """The session has ended."""
         home = self._homes.pop(session, None)
         if home is not None:
-            self._sessions_at[home[0]] -= 1
+            self._loads.add(home[0], sessions=-1)
 
     async def generate(
         self,
@@ -295,7 +298,7 @@ class DataPlane:
             self._granted -= 1
             attempt = self._pick(avoid, session)
             if attempt is not None:
-                self._in_flight[attempt.endpoint.url] += 1
+                self._loads.add(attempt.endpoint.url, requests=1)
                 if attempt.prefill is not None:
                     self._prefilling[attempt.prefill.url] += 1
                 return attempt
@@ -310,7 +313,11 @@ class DataPlane:
         return self.limit if self.limit is not None else self._per_engine * able
 
     def _choices(self) -> dict[str, list[str]]:
-        return disaggregation.pairs(self._fleet)
+        """Each request asks for them several times, and fleets of hundreds change far more rarely."""
+        if self._seen != self._fleet.revision:
+            self._seen, self._able = self._fleet.revision, disaggregation.pairs(self._fleet)
+            self._loads.choose_among(self._able)
+        return self._able
 
     def _pick(self, avoid: str | None, session: str) -> Attempt | None:
         if self._free() <= 0:
@@ -321,27 +328,23 @@ class DataPlane:
         home, first_home = self._homes.get(session, (None, None))
         share = self._limit(len(choices)) / len(choices)
 
-        def rank(candidate: str) -> tuple[bool, bool, int, int]:
-            busy = self._in_flight[candidate]
-            is_home = candidate == home and busy < share
-            return candidate == avoid, not is_home, busy, self._sessions_at[candidate] if session else 0
-
         def first_rank(candidate: str) -> tuple[bool, bool, int]:
             return candidate == avoid, candidate != first_home, self._prefilling[candidate]
 
-        url = min(choices, key=rank)
+        stays = home in choices and home != avoid and self._loads.requests[home] < share
+        url = home if home is not None and stays else self._loads.least(by_sessions=bool(session), avoid=avoid)
         first = min(choices[url], key=first_rank, default=None)
         if session:
             self.forget(session)
             self._homes[session] = url, first
-            self._sessions_at[url] += 1
+            self._loads.add(url, sessions=1)
             if len(self._homes) > SESSIONS:
                 self.forget(next(iter(self._homes)))
         engine, prefill = self._fleet.member(url), self._fleet.member(first) if first is not None else None
         return Attempt(engine.endpoint, engine, self._clock(), prefill)
 
     def _release(self, attempt: Attempt) -> None:
-        self._in_flight[attempt.endpoint.url] -= 1
+        self._loads.add(attempt.endpoint.url, requests=-1)
         if attempt.prefill is not None:
             self._prefilling[attempt.prefill.url] -= 1
         self._grant()

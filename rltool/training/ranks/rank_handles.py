@@ -70,9 +70,8 @@ class RankHandles:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""
         shards = self._sharder.shard(batch)
         pairs = zip(self._handles, self._coordinates, strict=True)
-        results = await self._all(
-            [rank.compute_logprobs.remote(shards.micro_batches(place.dp_rank)) for rank, place in pairs]
-        )
+        parts = [shards.micro_batches(dp_rank) for dp_rank in range(len(shards.plan))]
+        results = await self._all([rank.compute_logprobs.remote(parts[place.dp_rank]) for rank, place in pairs])
         return shards.in_order(self._coordinates, results)
 
     async def offload(self, parts: Sequence[Part]) -> None:
@@ -86,14 +85,16 @@ class RankHandles:
         """All results, after every rank has ended its part: one that is left running would hold up the next training
         step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all. ranks:
         that were asked, None: all."""
-        names = rank_names(len(refs)) if ranks is None else [rank_names(rank + 1)[rank] for rank in ranks]
+        every = rank_names(len(refs) if ranks is None else max(ranks, default=-1) + 1)
+        names = every if ranks is None else [every[rank] for rank in ranks]
         failures: dict[str, BaseException] = {}
         patience: float | None = None
         async with beside(*map(_result, refs)) as asked:
             tasks = dict(zip(asked, names, strict=True))
             pending = set(asked)
             while pending:
-                done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                # Not at each that completes: hundreds of ranks would be looked at hundreds of times.
+                done, pending = await asyncio.wait(pending, timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
                 failures |= {tasks[task]: error for task in done if (error := task.exception()) is not None}
                 if not done or any(map(has_died, failures.values())):
                     break
