@@ -348,3 +348,6 @@ def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_pa
     config = {**read_hf_config(tmp_path), "architectures": [type(hf_model(kind, tied=False)).__name__]}
     with pytest.raises(UsageError, match=named):
         check_layout(family_for(config), ParallelLayout(**layout))
+    if kind == "qwen3_5":
+        with pytest.raises(UsageError, match="shared_prefixes is not implemented for a gated delta net"):
+            check_layout(family_for(config), ParallelLayout(), shared_prefixes=True)
