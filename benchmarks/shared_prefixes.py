@@ -1,5 +1,5 @@
 """Forward and backward over branches of one context, each distinct token once against separate rows: tokens computed
-and time as ratios, in turns, on the CPU in fp32. Attention of the branches takes as much either way.
+and time as ratios, in turns, on the CPU in fp32.
 
     python -m benchmarks.shared_prefixes [branches] [context] [response] [rounds]
 """
