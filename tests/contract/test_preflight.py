@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from dataclasses import replace
 
 import pytest
@@ -16,6 +15,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, UsageError
+from rltool.processes.ports import reserved_ports
 from rltool.training import prepare
 from rltool.training.checks.preflight import (
     EnginesAway,
@@ -37,9 +37,8 @@ REFUSE = 'engines.foreign_workers="refuse"'
 
 
 def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
+    with reserved_ports(1) as held:
+        return held.ports[0]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+
+from rltool.processes.ports import reserved_ports
 
 DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
@@ -37,9 +38,9 @@ class Place:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Not of the range that connections get theirs from: a rank takes a while until it listens."""
+    with reserved_ports(1) as held:
+        return held.ports[0]
 
 
 def _serve(pipe: Connection) -> None:
