@@ -32,8 +32,9 @@ class StandIns:
         texts = sorted(special_tokens, key=len, reverse=True)  # of two that begin alike the longer one
         either = "|".join(map(re.escape, texts)) or r"(?!)"
         self._put = re.compile(f"{self.MARK}|{either}")
-        self._taken = re.compile(f"{self.MARK}(\\d+){self.MARK}|{either}")
         self._texts = [self.MARK, *texts]  # one for the mark itself, too
+        numbers = "|".join(map(str, range(len(self._texts))))
+        self._taken = re.compile(f"{self.MARK}({numbers}){self.MARK}|{either}")
 
     def put(self, message: Message) -> Message:
         if message.role not in ("user", "tool"):

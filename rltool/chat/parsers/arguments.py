@@ -41,6 +41,7 @@ def calls_in(text: str, *keys: str) -> list[Call]:
             continue
         try:
             one, at = decoder.raw_decode(text, at)
+            _check_text(one)
         except (ValueError, RecursionError):
             return []
         found.append(call_of(one, *keys))
@@ -57,10 +58,15 @@ def json_in(text: str) -> Any:
     """None where it is no JSON."""
     try:
         found: Any = json.loads(text, parse_constant=_refuse)
-        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+        _check_text(found)
     except (ValueError, RecursionError):
         return None
     return found
+
+
+def _check_text(found: Any) -> None:
+    """ValueError where a string has half of a surrogate pair, which no UTF-8 has."""
+    json.dumps(found, ensure_ascii=False).encode()
 
 
 def _refuse(constant: str) -> None:
@@ -84,19 +90,25 @@ def typed(text: str, name: str, key: str, tools: Tools) -> Any:
 
 
 def _declared(name: str, key: str, tools: Tools) -> set[str]:
-    """JSON types that an argument may have; empty where nothing says."""
+    """JSON types that an argument may have; empty where nothing says. Schemas are the agent's, and may be anything."""
     for tool in tools:
-        function = tool.get("function", {})
+        function = _object(tool.get("function"))
         if function.get("name") == name:
-            return _types((function.get("parameters") or {}).get("properties", {}).get(key))
+            return _types(_object(_object(_object(function.get("parameters")).get("properties")).get(key)))
     return set()
 
 
-def _types(schema: Any) -> set[str]:
-    if not isinstance(schema, Mapping):
-        return set()
-    one = schema.get("type", ())
-    found = {one} if isinstance(one, str) else set(one)
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    one = schema.get("type")
+    found = {kind for kind in ([one] if isinstance(one, str) else _list(one)) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
-        found |= {kind for option in schema.get(key) or () for kind in _types(option)}
-    return found or {_KINDS[type(value)] for value in schema.get("enum") or ()}
+        found |= {kind for option in _list(schema.get(key)) for kind in _types(_object(option))}
+    return found or {_KINDS[type(value)] for value in _list(schema.get("enum"))}
+
+
+def _object(found: Any) -> Mapping[str, Any]:
+    return found if isinstance(found, Mapping) else {}
+
+
+def _list(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else []

@@ -80,13 +80,13 @@ def test_calls_are_read_as_they_were_made_in_every_format(format_, written):
         assert read(WRITERS[format_, written](text, []), format_=format_, tools=tools) == ("", text, [])
 
 
-@pytest.mark.parametrize(("format_", "written"), [one for one in WRITERS if one[0] not in ("llama3_json", "openai")])
+@pytest.mark.parametrize(("format_", "written"), [one for one in WRITERS if one[0] != "openai"])
 def test_reasoning_stands_before_them(format_, written):
     begin, end = ("[THINK]", "[/THINK]") if format_ == "mistral" else ("<think>", "</think>")
     calls, tools = some_calls(Random(3))
-    text = WRITERS[format_, written]("so", calls)
-    assert read(f"\n{begin}\nhm\n{end}\n\n{text}", format_=format_, tools=tools) == ("hm", "so", calls)
-    assert read(f"hm{end}{text}", format_=format_, tools=tools, reasoning_open=True) == ("hm", "so", calls)
+    text, said = WRITERS[format_, written]("so", calls), "" if format_ == "llama3_json" else "so"
+    assert read(f"\n{begin}\nhm\n{end}\n\n{text}", format_=format_, tools=tools) == ("hm", said, calls)
+    assert read(f"hm{end}{text}", format_=format_, tools=tools, reasoning_open=True) == ("hm", said, calls)
     assert PARSERS[format_].opens_reasoning(f"assistant\n{begin}\n") and not PARSERS[format_].opens_reasoning(end)
 
 
@@ -142,10 +142,52 @@ def test_an_argument_without_quotes_has_the_declared_type(format_, kinds, writte
         ("mistral", "[TOOL_CALLS]add(1)"),
         ("llama3_json", '{"name": "add", "parameters": {"a": 1}} so'),
         ("llama3_json", '{"a": 1}'),
+        ("llama3_json", '{"name": "add", "parameters": {"a": "\\ud800"}}'),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>two words<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>add<|tool_call_argument_begin|>{}"),
     ],
 )
 def test_what_is_no_call_of_its_format_stays_text(format_, text):
     assert read(text, format_=format_) == ("", text, [])
+
+
+def test_a_call_that_was_begun_and_left_does_not_take_the_next_one_with_it():
+    begun = "<|tool_call_begin|>functions.a<|tool_call_begin|>functions.add:1<|tool_call_argument_begin|>{}"
+    assert read(f"<|tool_calls_section_begin|>{begun}", format_="kimi_k2")[2] == [Call("add", {})]
+
+
+PARAMETERS = [None, 5, [], {"properties": None}, {"properties": []}, {"properties": {"k": True}}]
+PARAMETERS += [{"properties": {"k": {"type": kind, "anyOf": kind, "enum": kind}}} for kind in (5, None, [{}], {})]
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("format_", ["qwen3_coder", "glm45"])
+def test_an_agents_schema_may_be_anything(format_, parameters):
+    tools = [{"function": None}, {"function": {"name": "f", "parameters": parameters}}]
+    text = WRITERS[format_, format_]("", [Call("f", {"k": "12"})])
+    [call] = read(text, format_=format_, tools=tools)[2]
+    assert str(call.arguments["k"]) == "12"
+
+
+REPEATED = {
+    "qwen3_coder": ["<parameter=", "</parameter> ", "</function> "], "glm45": ["<arg_key>", "</arg_key><arg_value>"],
+    "deepseek_v3": ["<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>```json \n"],
+    "kimi_k2": ["<|tool_call_begin|>", "<|tool_call_begin|>a:1"], "mistral": ["[CALL_ID]", "a"],
+    "hermes": ["<tool_call>"], "llama3_json": ["{"], "openai": ["<|channel|>", "to=", "<|start|>"],
+}  # fmt: skip
+BEGINS = {
+    "qwen3_coder": "<tool_call><function=f>", "glm45": "<tool_call>f", "deepseek_v3": "<｜tool▁calls▁begin｜>",
+    "kimi_k2": "<|tool_calls_section_begin|>", "mistral": "[TOOL_CALLS]",
+}  # fmt: skip
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("format_", "mark"), [(name, mark) for name, marks in REPEATED.items() for mark in marks])
+def test_a_model_that_repeats_itself_does_not_hold_the_reader_up(format_, mark):
+    """Ten million characters; looking at all of them from every mark would take hours."""
+    text = BEGINS.get(format_, "") + mark * (10_000_000 // len(mark)) + " " * 1000
+    found = PARSERS[format_].parse(text, tools=TOOLS, reasoning_open=False)
+    assert len(found.text) + sum(len(str(call.arguments)) for call in found.calls) > 0
 
 
 MARKS = {

@@ -65,6 +65,12 @@ def test_words_with_the_mark_that_stands_for_them_are_left_as_they_are(words):
     assert special(words, one) == special(words, other)
 
 
+def test_a_model_that_has_written_such_a_mark_is_answered(words):
+    text = "\U0010fffd999\U0010fffd"
+    ids = renderer_of(words).prompt(Conversation((HELLO, Message("assistant", text), HELLO))).token_ids
+    assert text in words.tokenizer.decode(ids)
+
+
 WRITES = (
     "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}[call %s]{% endfor %}{% endfor %}"
 )
