@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.trainer_speed import randomise
-from benchmarks.whole_step_trl import free_port
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
+from rltool.processes.ports import reserved_ports
 
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 256, "intermediate_size": 768,
@@ -51,14 +51,15 @@ def batch_of(branches: int, context: int, response: int) -> TrainBatch:
 def main() -> None:
     branches, context, response, rounds = [*map(int, sys.argv[1:]), *[8, 1024, 128, 3][len(sys.argv) - 1 :]]
     batch = batch_of(branches, context, response)
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, reserved_ports(1) as held:
+        held.release()
         (Path(directory) / "config.json").write_text(json.dumps(MODEL))
         trainer = MegatronTrainer(
             ModelConfig(path=Path(directory), dtype="float32"),
             TrainerConfig(device="cpu", max_tokens_per_micro_batch=len(batch.tokens)),
             OptimizerConfig(),
             AlgorithmConfig(),
-            Rendezvous(0, "127.0.0.1", free_port(), timeout=60.0),
+            Rendezvous(0, "127.0.0.1", held.ports[0], timeout=60.0),
             TrainingRun(1),
             LoraConfig(),
         )

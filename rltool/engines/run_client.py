@@ -96,9 +96,9 @@ class CallCounts(TypedDict):
 
 
 class ServedStatus(TypedDict, total=False):
-    """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls without a
-    result; models: by client; running: the kind of call that is carried out now, "" for none; samples,
-    sampled_tokens: that ended; samples_in_flight: by client."""
+    """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls that
+    the trainer has not begun; models: by client; running: the kind of call that is carried out now, "" for none;
+    samples, sampled_tokens: that ended; samples_in_flight: by client."""
 
     calls: dict[str, CallCounts]
     waiting: dict[str, int]

@@ -57,7 +57,7 @@ def read_keys(directory: Path) -> dict[str, str]:
 
 class TinkerServer:
     """keys: client -> key. samples: None where there are no engines to sample with. watched_by: the name of the run and
-    its key, with which `/status` and `/metrics` may be read; None: nobody may."""
+    its key, the one for `/status` and `/metrics`; None: these are not served."""
 
     def __init__(
         self, service: Service, keys: Mapping[str, str], *, samples: Samples | None = None,
@@ -295,8 +295,8 @@ def metrics_of(status: ServedStatus) -> dict[str, float]:
     """For Prometheus; counters begin with the server's process."""
     found: dict[str, float] = {}
     for kind, counts in status.get("calls", {}).items():
-        for name, value in counts.items():
-            found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = float(str(value))
+        for name, value in cast(Mapping[str, float], counts).items():
+            found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = value
     for name in ("waiting", "models", "samples_in_flight"):
         for client, value in cast(Mapping[str, int], status.get(name) or {}).items():
             found[f"served/{name}/{client}"] = value

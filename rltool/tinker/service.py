@@ -542,6 +542,8 @@ class Service:
         self._remove_copies()
 
     def _recover(self) -> None:
+        for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
+            shutil.rmtree(begun)
         pointer = self._directory / "snapshot.json"
         if pointer.exists():
             held = json.loads(pointer.read_text(encoding="utf-8"))

@@ -15,7 +15,6 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import EngineError, UsageError
-from rltool.processes.ports import reserved_ports
 from rltool.training import prepare
 from rltool.training.checks.preflight import (
     EnginesAway,
@@ -32,13 +31,9 @@ from rltool.training.checks.preflight import (
 from tests.contract.fakes.server import FakeServer
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.e2e.engines import free_port
 
 REFUSE = 'engines.foreign_workers="refuse"'
-
-
-def free_port() -> int:
-    with reserved_ports(1) as held:
-        return held.ports[0]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from rltool.processes.ports import reserved_ports
+from tests.e2e.engines import free_port
 
 DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
@@ -35,12 +35,6 @@ class Place:
     rank: int
     world_size: int
     port: int
-
-
-def free_port() -> int:
-    """Not of the range that connections get theirs from: a rank takes a while until it listens."""
-    with reserved_ports(1) as held:
-        return held.ports[0]
 
 
 def _serve(pipe: Connection) -> None:

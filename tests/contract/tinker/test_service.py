@@ -88,8 +88,8 @@ async def driven(service: Service, session: str | None) -> list[Any]:
         task.cancel()
     await asyncio.wait({running, living})
     for task in (running, living):
-        # What nobody asks for is logged when the task is collected; inside of ast.parse, in another file's test, that
-        # was a SystemError ("AST constructor recursion depth mismatch", Python 3.11).
+        # An exception that is not retrieved is logged when the task is collected; inside of ast.parse, in a test of
+        # another file, that was a SystemError ("AST constructor recursion depth mismatch", Python 3.11).
         _ = task.cancelled() or task.exception()
     for task in done:
         task.result()
@@ -395,10 +395,11 @@ def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its
         await asyncio.wait({running})
         service.close()
         shutil.rmtree(tmp_path / "shared")
+        copies = tmp_path / "served" / "checkpoints" / "shared"
+        (copies / ".half-copied").mkdir()  # by a server that was killed
         service, trainer = begun()
         running = asyncio.create_task(service.run())
         assert await service.load_weights("a", body) == call  # a repetition
-        copies = tmp_path / "served" / "checkpoints" / "shared"
         assert len(list(copies.iterdir())) == 1
         [await service.result("a", (await forward(service, "a", model, seq)).number, 5) for seq in (2, 3, 4)]
         assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
