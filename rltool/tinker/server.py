@@ -296,7 +296,7 @@ def metrics_of(status: ServedStatus) -> dict[str, float]:
     found: dict[str, float] = {}
     for kind, counts in status.get("calls", {}).items():
         for name, value in cast(Mapping[str, float], counts).items():
-            found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = value
+            found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = float(value)
     for name in ("waiting", "models", "samples_in_flight"):
         for client, value in cast(Mapping[str, int], status.get(name) or {}).items():
             found[f"served/{name}/{client}"] = value
