@@ -1,21 +1,22 @@
 """Forward and backward over branches of one context, each distinct token once against separate rows: tokens computed
-and time as ratios, in turns, on the CPU in fp32.
+and time as ratios, in turns, on the CPU in fp32; on a GPU in bf16 with random weights of a real shape.
 
     python -m benchmarks.shared_prefixes [branches] [context] [response] [rounds]
+    python -m benchmarks.shared_prefixes --shape 1.5B 8 4096 128
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 
-from benchmarks.trainer_speed import randomise
+from benchmarks.trainer_speed import SHAPES, randomise
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
@@ -49,14 +50,25 @@ def batch_of(branches: int, context: int, response: int) -> TrainBatch:
 
 
 def main() -> None:
-    branches, context, response, rounds = [*map(int, sys.argv[1:]), *[8, 1024, 128, 3][len(sys.argv) - 1 :]]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("branches", 8), ("context", 1024), ("response", 128), ("rounds", 3)):
+        parser.add_argument(name, type=int, nargs="?", default=default)
+    parser.add_argument("--shape", choices=SHAPES, help="of benchmarks.trainer_speed, on a GPU in bf16")
+    parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    asked = parser.parse_args()
+    branches, context, response, rounds = asked.branches, asked.context, asked.response, asked.rounds
     batch = batch_of(branches, context, response)
+    model, dtype, device = MODEL, "float32", "cpu"
+    if asked.shape:
+        model, dtype, device = MODEL | SHAPES[asked.shape], "bfloat16", "cuda"
     with tempfile.TemporaryDirectory() as directory, reserved_ports(1) as held:
         held.release()
-        (Path(directory) / "config.json").write_text(json.dumps(MODEL))
+        (Path(directory) / "config.json").write_text(json.dumps(model))
         trainer = MegatronTrainer(
-            ModelConfig(path=Path(directory), dtype="float32"),
-            TrainerConfig(device="cpu", max_tokens_per_micro_batch=len(batch.tokens)),
+            ModelConfig(path=Path(directory), dtype=dtype),
+            TrainerConfig(
+                device=device, max_tokens_per_micro_batch=len(batch.tokens), recompute=asked.recompute
+            ),
             OptimizerConfig(),
             AlgorithmConfig(),
             Rendezvous(0, "127.0.0.1", held.ports[0], timeout=60.0),
@@ -75,6 +87,8 @@ def main() -> None:
                 trainer.config = trainer.config.model_copy(update={"shared_prefixes": shared})
                 begun = time.perf_counter()
                 trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens, on_policy=True)
+                if device == "cuda":
+                    torch.cuda.synchronize()
                 if number:  # the first is a warm-up
                     seconds[shared].append(time.perf_counter() - begun)
                 tokens[shared] = computed[-1]
