@@ -33,6 +33,8 @@ def check_samples(config: TrainConfig, samples: Sequence[Sample]) -> None:
     not seen them."""
     for sample in samples:
         refused = _trainers(config, sample.multimodal_inputs) if sample.multimodal_inputs else None
+        if refused is None and sample.multimodal_inputs and not sample.picture_places:
+            refused = "images, and no picture_places that say which of its tokens are theirs"
         if refused is not None:
             raise TrainingStopped(f"sample {sample.group_id}/{sample.index} (row {sample.prompt_index}) has {refused}")
 
@@ -40,9 +42,22 @@ def check_samples(config: TrainConfig, samples: Sequence[Sample]) -> None:
 def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
     family = family_for(read_hf_config(config.model.path), config.model.family)
     if family.modalities.issuperset(kinds):
-        return None
+        return _settings(config) if kinds else None
     return (
         f"{named(set(kinds) - family.modalities)}, and the trainer's {family.architecture} {TEXT_ALONE}: leave them "
         "out (columns: data.multimodal_keys = {}), or sample without training, with a rollout.generate_function and "
         "`rltool debug rollout-only`"
     )
+
+
+def _settings(config: TrainConfig) -> str | None:
+    """Which of them does not go with pictures."""
+    trainer, algorithm = config.trainer, config.algorithm
+    refused = {
+        f"trainer.context_parallel = {trainer.context_parallel}": trainer.context_parallel > 1,
+        "trainer.shared_prefixes = true": trainer.shared_prefixes,
+        "a critic": algorithm.uses_critic,
+        "model.teacher_path": config.model.teacher_path is not None,
+    }
+    found = next((what for what, is_set in refused.items() if is_set), None)
+    return None if found is None else f"images, and {found} is not implemented with pictures: leave it out"

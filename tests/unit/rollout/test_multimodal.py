@@ -20,6 +20,7 @@ from rltool.engines.types import TEXT_ALONE
 from rltool.environments.protocol import task_of
 from rltool.errors import TrainingStopped, UsageError
 from rltool.gateway.apis.base import no_media
+from rltool.models.base import Pictures
 from rltool.models.registry import family_for, read_hf_config
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.data import Prompt, PromptSource, load_prompts
@@ -242,7 +243,7 @@ def test_a_row_of_an_own_source_is_refused_as_it_comes(configured):
 
 
 def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(configured, monkeypatch, model):
-    sees = replace(family_for(read_hf_config(model)), modalities=frozenset({"image"}))
+    sees = replace(family_for(read_hf_config(model)), pictures=Pictures(token=1, patch=8, merge=2, deep=0))
     monkeypatch.setattr(modalities, "family_for", lambda config, own=None: sees)
     config = configured(FUNCTION)
     assert training_refusal(config, {"image"}) is None
