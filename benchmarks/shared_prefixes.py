@@ -55,6 +55,7 @@ def main() -> None:
         parser.add_argument(name, type=int, nargs="?", default=default)
     parser.add_argument("--shape", choices=SHAPES, help="of benchmarks.trainer_speed, on a GPU in bf16")
     parser.add_argument("--recompute", default="none", choices=("none", "selective", "full"))
+    parser.add_argument("--profile", action="store_true", help="print what one more pass of each spends its time on")
     asked = parser.parse_args()
     branches, context, response, rounds = asked.branches, asked.context, asked.response, asked.rounds
     batch = batch_of(branches, context, response)
@@ -92,6 +93,12 @@ def main() -> None:
                 if number:  # the first is a warm-up
                     seconds[shared].append(time.perf_counter() - begun)
                 tokens[shared] = computed[-1]
+        for shared in (False, True) if asked.profile else ():
+            trainer.config = trainer.config.model_copy(update={"shared_prefixes": shared})
+            with torch.profiler.profile() as profile:
+                trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens, on_policy=True)
+            by = "self_cpu_time_total" if device == "cpu" else "self_cuda_time_total"
+            print(profile.key_averages().table(sort_by=by, row_limit=25, max_name_column_width=60))
         trainer.close()
     separate, shared = (statistics.median(seconds[which]) for which in (False, True))
     print(
