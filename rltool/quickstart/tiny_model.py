@@ -76,7 +76,7 @@ def make_tiny_vision_model(directory: Path, *, seed: int, layers: int = 4, hidde
     tokenizer.add_special_tokens({"additional_special_tokens": list(VISION_TOKENS.values())})
     tokenizer.chat_template = PICTURE_TEMPLATE
     stop, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    ids: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in VISION_TOKENS.items()}
+    ids: dict[str, Any] = {f"{x}_token_id": tokenizer.convert_tokens_to_ids(name) for x, name in VISION_TOKENS.items()}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = dict(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=hidden * 11 // 4, num_hidden_layers=layers,

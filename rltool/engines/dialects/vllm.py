@@ -308,11 +308,12 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
 
 def _check_prompt(request: GenerateRequest, found: Any) -> None:
     """Raises PicturesDiffer unless the engine has expanded the prompt to the tokens that the trainer has."""
-    if not isinstance(found, list):
+    ids = json_list(found)
+    if ids is None:
         raise PicturesDiffer("the engine does not say to which tokens it expanded the pictures of a prompt")
-    if found == list(request.prompt_ids):
+    if ids == list(request.prompt_ids):
         return
-    lengths = f"{len(found)} tokens, the trainer's {len(request.prompt_ids)}"
+    lengths = f"{len(ids)} tokens, the trainer's {len(request.prompt_ids)}"
     raise PicturesDiffer(
         f"the engine expanded a prompt with {len(request.pictures)} pictures to {lengths}: it has another image "
         "processor or other settings of it (preprocessor_config.json, --mm-processor-kwargs)"
