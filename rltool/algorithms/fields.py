@@ -46,7 +46,8 @@ class Held:
     numbers; empty: the sample has none.
 
     what: the field in messages. code, wider: as in Column.
-    over: the tokens that have a value: those of the response, or of prompt and response; the others get Field.fill.
+    over: the tokens that have a value: those of the response, or of prompt and response; the others get Field.fill. Of
+        a ragged field "prompt": it is there before the response, and stays without it.
     comes: "appended": each completion brings the values of its own tokens, and the environment's tokens get Field.fill;
         "newest": each completion brings those of all tokens so far; "later": set once the response is there.
     counted: rows differ in length: NAME_ids has the numbers and NAME_counts how many each token has. In a batch they
@@ -56,13 +57,18 @@ class Held:
     what: str
     code: str | None = None
     wider: str | None = None
-    over: Literal["response", "sequence"] = "response"
+    over: Literal["response", "sequence", "prompt"] = "response"
     comes: Literal["appended", "newest", "later"] = "later"
     counted: bool = False
 
     def __post_init__(self) -> None:
         if self.comes != "later" and (self.comes == "newest") != (self.over == "sequence"):
             raise ValueError(f"{self.what}: what is appended is of the response, what is the newest of the sequence")
+
+    @property
+    def outlives(self) -> bool:
+        """Whether a sample that forgets its response keeps it."""
+        return self.over == "prompt"
 
     def columns(self, name: str) -> tuple[Column, ...]:
         if self.counted:
@@ -264,7 +270,7 @@ class BatchFields(LossFields):
     token, and what an environment appended behind the last reply. Those of a sample's newest request, which has
     computed everything before its own tokens, after a weight sync with the newer weights: of one forward pass, by the
     weights that are closest to those in training. None unless they are replayed."""
-    picture_places: Ragged | None = ragged("int64", held=Held("places of pictures", "q"))
+    picture_places: Ragged | None = ragged("int64", held=Held("places of pictures", "q", over="prompt"))
     """Ragged int64, four numbers for each picture of the sample, in order (models.pictures.Place). None: no sample has
     a picture."""
     picture_files: Ragged | None = ragged("uint8", wide=True)

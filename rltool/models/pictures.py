@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -29,6 +30,23 @@ def places_of(numbers: Sequence[int]) -> list[Place]:
     """Of a sample's TrainBatch.picture_places."""
     width = len(Place._fields)
     return [Place(*numbers[i : i + width]) for i in range(0, len(numbers), width)]
+
+
+def token_grid(height: int, width: int, pictures: Pictures, *, least: int, most: int) -> tuple[int, int]:
+    """(rows, columns) of tokens of a picture of so many pixels, which is resized so that both sides are whole tokens
+    and its pixels are between `least` and `most`, at nearly its aspect ratio (transformers' smart_resize). ValueError
+    where one side is more than 200 times the other."""
+    if max(height, width) > 200 * min(height, width):
+        raise ValueError(f"a picture of {height} x {width} pixels: one side is more than 200 times the other")
+    side = pictures.patch * pictures.merge
+    rows, columns = round(height / side), round(width / side)
+    if rows * columns * side**2 > most:
+        smaller = math.sqrt(height * width / most)
+        rows, columns = (max(1, math.floor(x / smaller / side)) for x in (height, width))
+    elif rows * columns * side**2 < least:
+        larger = math.sqrt(least / (height * width))
+        rows, columns = (math.ceil(x * larger / side) for x in (height, width))
+    return rows, columns
 
 
 def check_places(tokens: list[int], places: Iterable[Place], pictures: Pictures) -> None:

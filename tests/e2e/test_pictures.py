@@ -1,17 +1,37 @@
-"""Samples with pictures: the trainer against transformers, in its layouts."""
+"""Samples with pictures: the trainer against transformers, in its layouts, and against the real vLLM."""
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import io
+import json
+import shutil
 from contextlib import closing
 
 import pytest
 import torch
+from PIL import Image
 
 from rltool.algorithms.batch import Ragged
-from rltool.errors import TrainingStopped
+from rltool.config.data import DataConfig
+from rltool.engines.client import EngineClient
+from rltool.engines.types import Completion, SamplingParams, VersionSpan
+from rltool.errors import PicturesDiffer, TrainingStopped
+from rltool.models.pictures import Place
+from rltool.models.registry import family_for, read_hf_config
+from rltool.quickstart.tiny_model import make_tiny_vision_model
+from rltool.rollout.batching import samples_to_batch
+from rltool.rollout.data.rows import RowParser
+from rltool.rollout.generate import GenerateContext, continue_response, fill_group
+from rltool.rollout.groups import new_samples
+from rltool.rollout.pictures import PictureReader
+from rltool.rollout.tokenizer import load_tokenizer
+from tests.e2e.engines import serving_vllm
 from tests.e2e.megatron_models import hf_model, make_trainer
 from tests.e2e.pictures import PAD, batch_with_pictures, hf_picture_logprobs, picture, save_model
 from tests.e2e.test_model_families import case, on_disk
+from tests.e2e.weights import Sender, tensors_of
 
 pytestmark = pytest.mark.e2e
 
@@ -105,3 +125,132 @@ def test_another_picture_changes_what_follows_and_a_sample_that_disagrees_is_ref
     assert "in the rollout, and" in said["turned"] and "image processor of model.path" in said["turned"]
     assert "bytes of pictures" in said["cut"]
     assert said.keys() == {"moved", "text", "turned", "cut"}
+
+
+def case_logprobs(place, path, batch):
+    with closing(make_trainer(place, path)) as trainer:
+        return torch.cat(trainer.compute_logprobs([batch.select([i]) for i in range(batch.num_samples)]))
+
+
+@pytest.fixture(scope="module")
+def two_models(tmp_path_factory):
+    """Directories of two language models beside one tower, and the second's tensors as a trainer sends them."""
+    from transformers import AutoModelForImageTextToText
+
+    first, second = (make_tiny_vision_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2))
+    models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(5)
+        for parameter in models[1].model.language_model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    models[1].model.visual.load_state_dict(models[0].model.visual.state_dict())
+    models[1].save_pretrained(second)
+    sent = {name: t for name, t in tensors_of(models[1]).items() if ".visual." not in name}
+    return first, second, sent
+
+
+@pytest.fixture(scope="module")
+def engine(two_models, tmp_path_factory):
+    with serving_vllm(two_models[0], tmp_path_factory.mktemp("vllm")) as running:
+        yield running
+
+
+def rows_with_pictures(directory):
+    """Rows with none, one and several pictures: paths, a data URL, bytes, a palette with transparency."""
+    for number, file in enumerate(FILES):
+        (directory / f"{number}.png").write_bytes(file)
+    with Image.open(io.BytesIO(FILES[0])) as image:
+        image.convert("P").save(directory / "palette.png", transparency=3)
+        image.save(directory / "turned.jpg", exif=exif_of_a_turned_camera())
+    url = "data:image/png;base64," + base64.b64encode(FILES[3]).decode()
+    see = {"type": "image"}
+    return [
+        chat("none of them"),
+        chat("one ", {"type": "image", "image": "0.png"}, " then text"),
+        chat({"type": "image_url", "image_url": {"url": url}}, "and", {"type": "image", "path": "1.png"}, "and", see)
+        | {"images": ["2.png"]},
+        chat(see, see, "twice the same") | {"images": ["0.png", "0.png"]},
+        chat(see, "palette") | {"images": [{"bytes": (directory / "palette.png").read_bytes(), "path": None}]},
+        chat(see, "turned") | {"images": ["turned.jpg"]},
+    ]
+
+
+def chat(*parts):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"messages": [{"role": "user", "content": parts}]}
+
+
+def exif_of_a_turned_camera():
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
+
+
+def reader_of(path, root):
+    return PictureReader(family_for(read_hf_config(path)).pictures, path, root)
+
+
+def prompts_of(path, root):
+    tokenizer = load_tokenizer(path, pictures=reader_of(path, root))
+    parser = RowParser(tokenizer, DataConfig(media_root=root))
+    return tokenizer, [parser.prompt(row, f"row {i}", i) for i, row in enumerate(rows_with_pictures(root))]
+
+
+def test_engine_and_trainer_agree_on_samples_with_pictures_before_and_after_an_update(
+    ranks, two_models, engine, tmp_path
+):
+    first, second, sent = two_models
+    tokenizer, prompts = prompts_of(first, tmp_path)
+    counts = [len(prompt.picture_places) // len(Place._fields) for prompt in prompts]
+    assert counts == [0, 1, 3, 2, 1, 1]
+
+    async def sampled(client, seed):
+        async def generate(request):
+            return await client.generate(engine.endpoint, request, timeout=60)
+
+        params = SamplingParams(max_tokens=12, ignore_eos=True)
+        context = GenerateContext(generate, params, tokenizer.vocab_size)
+        groups = [new_samples(i, prompt, count=2, run_seed=seed) for i, prompt in enumerate(prompts)]
+        await asyncio.gather(*(fill_group(group, context) for group in groups))
+        # One more, taken up where it was aborted: the engine gets the pictures and what was sampled.
+        again = new_samples(99, prompts[2], count=1, run_seed=seed)[0]
+        again.append_response_tokens(Completion((5, 6), (-1.0, -2.0), "abort", (VersionSpan("v", 0, 2),)))
+        await continue_response(again, context)
+        assert len(again.response_ids) == 12
+        samples = [*(sample for group in groups for sample in group), again]
+        for sample in samples:
+            sample.reward = 0.0
+        return samples_to_batch(samples)
+
+    async def both():
+        async with EngineClient() as client:
+            before = await sampled(client, 1)
+            await Sender(client, engine).gloo(sent, "updated")
+            return before, await sampled(client, 2)
+
+    for path, batch in zip((first, second), asyncio.run(both()), strict=True):
+        [logprobs] = ranks.run(case_logprobs, 1, path, batch)
+        own = batch.loss_mask.bool() & (batch.rollout_logprobs != -1.0) & (batch.rollout_logprobs != -2.0)
+        assert own.sum() == 12 * 12 + 10
+        assert (logprobs - batch.rollout_logprobs)[own].abs().max() <= 1e-5
+        assert logprobs[own].std() > 0.1
+
+
+def test_an_engine_that_expands_a_picture_to_other_tokens_is_refused(two_models, engine, tmp_path):
+    """One that was started with other settings of the image processor."""
+    other = tmp_path / "other"
+    shutil.copytree(two_models[0], other)
+    settings = json.loads((other / "preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] //= 4
+    (other / "preprocessor_config.json").write_text(json.dumps(settings))
+    tokenizer, prompts = prompts_of(other, tmp_path)
+    [sample] = new_samples(0, prompts[1], count=1, run_seed=0)
+
+    async def ask():
+        async with EngineClient() as client:
+            generate = lambda request: client.generate(engine.endpoint, request, timeout=60)  # noqa: E731
+            await fill_group([sample], GenerateContext(generate, SamplingParams(4), tokenizer.vocab_size))
+
+    with pytest.raises(PicturesDiffer, match="expanded a prompt with 1 pictures to") as caught:
+        asyncio.run(ask())
+    assert "prompt 1 (" in caught.value.__notes__[0]
