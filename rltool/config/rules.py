@@ -256,15 +256,9 @@ def _check_adapter_sync(config: Sections) -> None:
     weights, merged = config.weights, 'or leave weights.lora_sync at "merged"'
     if not config.lora.rank:
         raise ValueError('weights.lora_sync = "adapter" has no effect: lora.rank is 0, so there are no adapters')
-    if config.engines.shares_gpus:
-        raise ValueError(
-            'weights.lora_sync = "adapter" is for engines that serve on, and engines.mode = "colocate" puts them to '
-            f"sleep; use engines with GPUs of their own, {merged}"
-        )
     for what, is_set in (
         ("weights.engines", bool(weights.engines)), ("weights.staged", bool(weights.staged)),
-        ("weights.delta", bool(weights.delta)), ("weights.transport", weights.transport == "ipc"),
-        ("eval.engines", bool(config.eval.engines)), ("rollout.gateway", bool(config.rollout.gateway)),
+        ("weights.delta", bool(weights.delta)), ("eval.engines", bool(config.eval.engines)), ("rollout.gateway", bool(config.rollout.gateway)),
     ):  # fmt: skip
         if is_set:
             raise ValueError(f'{what} does not go with weights.lora_sync = "adapter"; leave it out, {merged}')

@@ -32,6 +32,7 @@ from rltool.processes.tasks import beside
 from rltool.weights.connections import STEP_SHARE, Connection, Connections, Trainer
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import while_alive
+from rltool.weights.memory import NONE
 from rltool.weights.send.sender import SendReport
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
@@ -50,14 +51,14 @@ class AdapterSync:
 
     def __init__(
         self, engines: EngineSet, trainer: Trainer, config: WeightsConfig, check: ValueCheck,
-        deadlines: SyncDeadlines, *, in_use: Callable[[str], bool],
+        deadlines: SyncDeadlines, *, in_use: Callable[[str], bool], gpus: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.fleet, self.trainer, self.ranks = engines.fleet, trainer, trainer.ranks
         self.config, self.check = config, check
         self._bucket_deadline = deadlines.bucket
         self._in_use = in_use
         self.calls = EngineCalls(engines, deadlines.step)
-        self.connections = Connections(self.calls, trainer, config)
+        self.connections = Connections(self.calls, trainer, config, shares_gpus=gpus is not None)
         self._held: dict[str, dict[str, None]] = {}
         """Of each engine the names that it has, the oldest first."""
 
@@ -105,8 +106,12 @@ class AdapterSync:
                 new, errors = await self.connections.connect(members)
                 failures |= {url: str(error) for url, error in errors.items()}
                 await _side_by_side(attempt(member, self._look(member)) for member in left() if member.url in new)
+            name = adapter_name(version)
+            with timed(phases, "room"):
+                await _side_by_side(attempt(member, self._make_room(member, name)) for member in left())
             with timed(phases, "transfer"):
-                takers = left()
+                # The others have it, of this very process: the same name, the same bytes.
+                takers = [member for member in left() if name not in self._held.get(member.url, ())]
                 if takers:
                     async with beside(self.ranks.send(str(version), [m.url for m in takers])) as (sending,):
                         taking = _side_by_side(attempt(m, self._update(m, version, sending)) for m in takers)
@@ -128,10 +133,9 @@ class AdapterSync:
         if not updated:
             only_values = bool(failures) and set(failures) == set(differing)
             raise WeightSyncFailed(self._explain(version, failures), values_differ=only_values)
-        assert sent is not None, "what was updated was sent"
         return SyncReport(
             str(version), sum(map(bucket_bytes, self._buckets)), time.perf_counter() - started, phases,
-            tuple(updated), failures, difference, memory=sent.memory,
+            tuple(updated), failures, difference, memory=NONE if sent is None else sent.memory,
         )  # fmt: skip
 
     @property
@@ -160,13 +164,13 @@ class AdapterSync:
 
     async def _take(self, member: Member, version: WeightVersion, sending: Sending) -> None:
         connection, endpoint = self.connections[member.url], member.endpoint
-        control, name = connection.control, adapter_name(version)
+        control = connection.control
         if control.after_send:
             await asyncio.wait((sending,))
             self._raise_given_up(member, sending)
         seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self._bucket_deadline
         fetching = control.prefetch(self._buckets, connection.rendezvous, version=str(version), seconds=seconds)
-        # The plugin makes vLLM's own form of it in the same thread: publishing takes no longer than it must.
+        # The plugin puts it in its place at once: what is published then is the name.
         peft = self.ranks.plan.peft
         requests = [replace(each, body={**(json_object(each.body) or {}), "peft": peft}) for each in fetching]
         async with beside(self.calls.client.run(endpoint, requests, timeout=seconds + self.calls.deadline)) as (come,):
@@ -176,26 +180,24 @@ class AdapterSync:
             await come
         await asyncio.wait((sending,))
         self._raise_given_up(member, sending)
-        held = self._held.setdefault(member.url, {})
-        if name in held:  # by the same process: the same name, the same bytes
-            return
-        await self._make_room(member)
         await self.calls.run(endpoint, [self._publish(connection, version)])
-        held[name] = None
+        self._held[member.url][name] = None
 
     def _publish(self, connection: Connection, version: WeightVersion) -> HttpRequest:
         rendezvous = connection.rendezvous
         if rendezvous.transport == "adapters":
             [(request, _)] = connection.control.announce(self._buckets, rendezvous, version=str(version))
             return request
-        body = {"name": adapter_name(version), "version": str(version), "peft": self.ranks.plan.peft}
+        body = {"name": adapter_name(version), "version": str(version)}
         return HttpRequest("POST", "/rltool/publish_adapter", body)
 
-    async def _make_room(self, member: Member) -> None:
-        """What no request names any more goes; but not the newest, which requests name until this sync has ended. Where
-        that leaves no room, the requests of the oldest are waited for."""
-        slots, held = member.info.lora_slots, self._held[member.url]
+    async def _make_room(self, member: Member, name: str) -> None:
+        """For the adapter of this name. What no request names any more goes; but not the newest, which requests name
+        until this sync has ended. Where that leaves no room, the requests of the oldest are waited for."""
+        slots, held = member.info.lora_slots, self._held.setdefault(member.url, {})
         until = time.monotonic() + self.calls.deadline
+        if name in held:
+            return
         while True:
             await self._unload(member, [name for name in list(held)[:-1] if not self._in_use(name)])
             if slots is None or len(held) < slots:

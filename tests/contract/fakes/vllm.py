@@ -295,7 +295,6 @@ class FakeVllm(FakeServer):
             return _error(409, f"{name} is taken, or all places are")
         parts = (wire.split_flat(flat, b) for b, flat in self.prefetcher.buckets(recorded.body["version"]))
         self.adapters[name] = {tensor: part.clone() for named in parts for tensor, part in named}
-        self.peft = recorded.body["peft"]
         self.prefetcher.forget()
         return web.json_response({"name": name})
 
@@ -679,6 +678,7 @@ class FakeVllm(FakeServer):
         return web.json_response({"message": "Weight update started"})
 
     async def _prefetch(self, recorded: Recorded) -> web.Response:
+        self.peft = recorded.body.get("peft")
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
