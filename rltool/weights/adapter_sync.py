@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.adapters import adapter_name
-from rltool.engines.dialects.table import adapts
+from rltool.engines.dialects.table import adapts, controls
 from rltool.engines.fleet.engine_set import EngineSet
-from rltool.engines.fleet.fleet import Member
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket, Completion, HttpRequest, json_list, json_object
@@ -33,6 +33,7 @@ from rltool.weights.connections import STEP_SHARE, Connection, Connections, Trai
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import while_alive
 from rltool.weights.memory import NONE
+from rltool.weights.residency import SharedGpus
 from rltool.weights.send.sender import SendReport
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
@@ -47,7 +48,8 @@ Sending = asyncio.Future[SendReport]
 
 
 class AdapterSync:
-    """in_use: whether a request in flight names this adapter. The deadlines are those of `WeightSync`."""
+    """in_use: whether a request in flight names this adapter. The deadlines are those of `WeightSync`. gpus: where
+    engines sit on the trainer's: they keep their weights while they sleep, and wake up in a sync."""
 
     def __init__(
         self, engines: EngineSet, trainer: Trainer, config: WeightsConfig, check: ValueCheck,
@@ -56,18 +58,31 @@ class AdapterSync:
         self.fleet, self.trainer, self.ranks = engines.fleet, trainer, trainer.ranks
         self.config, self.check = config, check
         self._bucket_deadline = deadlines.bucket
-        self._in_use = in_use
+        self._in_use, self.gpus = in_use, gpus
         self.calls = EngineCalls(engines, deadlines.step)
         self.connections = Connections(self.calls, trainer, config, shares_gpus=gpus is not None)
         self._held: dict[str, dict[str, None]] = {}
         """Of each engine the names that it has, the oldest first."""
+        self._woken: dict[str, float] = {}
+        """Engines that were asleep before this sync, and the seconds for which they took their memory back."""
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
     ) -> SyncReport:
         """See WeightSync.sync."""
         with garbage.paused():
-            return await self._sync(version, check_all=check_all, only=only)
+            self._woken = {}
+            if self.gpus is None:
+                return await self._sync(version, check_all=check_all, only=only)
+            asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
+            async with self.gpus.parameters():
+                try:
+                    report = await self._sync(version, check_all=check_all, only=only)
+                finally:
+                    for url in asleep:
+                        if url not in self._woken:
+                            await self.gpus.end(url, "it did not wake up")
+            return replace(report, offload=self.gpus.offload_seconds, wake=max(self._woken.values(), default=0.0))
 
     async def leave_engine(self, url: str) -> None:
         """See WeightSync.leave_engine. Its adapters stay, for the requests that it has still."""
@@ -107,6 +122,7 @@ class AdapterSync:
                 failures |= {url: str(error) for url, error in errors.items()}
                 await _side_by_side(attempt(member, self._look(member)) for member in left() if member.url in new)
             name = adapter_name(version)
+            await _side_by_side(attempt(m, self._wake(m)) for m in left() if m.state is State.ASLEEP)
             with timed(phases, "room"):
                 await _side_by_side(attempt(member, self._make_room(member, name)) for member in left())
             with timed(phases, "transfer"):
@@ -129,6 +145,9 @@ class AdapterSync:
         finally:
             for url in failures:
                 self.connections.lost(url)
+                if url in self._woken and (now := self.fleet.find(url)) is not None and now.state is State.ASLEEP:
+                    self.fleet.pause(url)
+                    self.fleet.update_failed(url, failures[url])
         updated = self._commit(version, left(), failures)
         if not updated:
             only_values = bool(failures) and set(failures) == set(differing)
@@ -148,6 +167,14 @@ class AdapterSync:
         [reply] = await self.calls.client.run(member.endpoint, [listed], timeout=self.calls.deadline)
         names = [str(json_object(model).get("id")) for model in json_list(json_object(reply).get("data")) or ()]
         self._held[member.url] = dict.fromkeys(name for name in names if OURS.fullmatch(name))
+
+    async def _wake(self, member: Member) -> None:
+        """One on the trainer's GPUs, which has kept its model and its adapters on the host, goes on."""
+        assert self.gpus is not None, "no other engine sleeps"
+        residency, resume = self.gpus.residency(member.info), controls(member.endpoint.dialect or "").resume()
+        started = time.perf_counter()
+        await self.calls.run(member.endpoint, [*residency.weights_back(), *residency.caches_back(), *resume])
+        self._woken[member.url] = time.perf_counter() - started
 
     async def _update(self, member: Member, version: WeightVersion, sending: Sending) -> None:
         """It takes the adapter beside the sending. One that fails is aborted at the trainer, and leaves its group."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -130,8 +131,10 @@ class Prefetcher:
 
 
 def _run(fetch: _Fetch, source: Callable[[], Buckets]) -> None:
+    started = time.perf_counter()
     try:
         fetch.buckets = list(source())
+        logger.info("received %s in %.4f s", fetch.version, time.perf_counter() - started)
         if fetch.prepare is not None:
             fetch.prepared, fetch.buckets = fetch.prepare(fetch.buckets), ()
     except Exception as error:  # every waiter gets it
