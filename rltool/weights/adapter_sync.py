@@ -208,7 +208,7 @@ class AdapterSync:
         await asyncio.wait((sending,))
         self._raise_given_up(member, sending)
         await self.calls.run(endpoint, [self._publish(connection, version)])
-        self._held[member.url][name] = None
+        self._held[member.url][adapter_name(version)] = None
 
     def _publish(self, connection: Connection, version: WeightVersion) -> HttpRequest:
         rendezvous = connection.rendezvous
