@@ -184,7 +184,7 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--gpu", default="0", help="CUDA_VISIBLE_DEVICES of the engine; the tensors are on cuda:0")
     parser.add_argument("--gpu-share", default="0.6", help="vLLM's --gpu-memory-utilization")
-    parser.add_argument("--ready-seconds", type=float, default=240.0)
+    parser.add_argument("--ready-seconds", type=float, default=420.0)
     args = parser.parse_args()
     with TemporaryDirectory(prefix="adapter-sync-") as directory:
         work = Path(directory)

@@ -132,7 +132,8 @@ def checksums(server: Server) -> dict[str, str]:
 
 def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> list[str]:
     argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
-    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", dtype]
+    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", dtype]
+    argv += [] if kind == "adapters" and gpu is not None else ["--enforce-eager"]  # its first token is to be a user's
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "32"]
     argv += ["--weight-transfer-config", json.dumps({"backend": KINDS[kind].weight_backend})]
     argv += KINDS[kind].flags
