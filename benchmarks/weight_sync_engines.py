@@ -168,6 +168,12 @@ def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:
         common["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(_entry_point(work)), str(REPOSITORY), os.environ.get("PYTHONPATH")))
         )
+    if kind == "adapters":  # the plugin says how long its parts take
+        logging = work / "logging.json"
+        handlers = {"out": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}}
+        loggers = {name: {"handlers": ["out"], "level": "INFO", "propagate": False} for name in ("vllm", "rltool")}
+        logging.write_text(json.dumps({"version": 1, "handlers": handlers, "loggers": loggers}))
+        common["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
     if gpu is not None:
         return common | {"CUDA_VISIBLE_DEVICES": gpu}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

@@ -75,7 +75,8 @@ class SenderOptions:
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
     directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
     with those files.
-    gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with weights.delta, what has changed.
+    gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
+    weights.delta, what has changed.
     peft: ExportPlan.peft.
     """
 

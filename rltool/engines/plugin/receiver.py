@@ -165,8 +165,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         def received() -> Iterator[tuple[Bucket, torch.Tensor]]:
             # An adapter is put in its place before the request is answered: the trainer's memory needs no copy.
-            lying = isinstance(channel, IpcChannel)
-            with closing(channel.lying(buckets) if lying else channel.receive(buckets)) as arriving:
+            whole = channel.lying(buckets) if isinstance(channel, IpcChannel) else channel.receive(buckets)
+            with closing(whole) as arriving:
                 yield from arriving
 
         self.prefetcher.receive(received, version, seconds, prepare)

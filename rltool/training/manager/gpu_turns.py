@@ -44,7 +44,8 @@ class Members:
     keeps_weights: bool = False
 
     def residency(self, engine: Member, trainer_device: str) -> EngineResidency:
-        return residency_of(engine.info, trainer_device, updated=self.takes_weights and not self.keeps_weights, from_disk=self.from_disk)
+        updated = self.takes_weights and not self.keeps_weights
+        return residency_of(engine.info, trainer_device, updated=updated, from_disk=self.from_disk)
 
 
 class GpuTurns:
