@@ -130,7 +130,8 @@ class AdapterIpcSender(IpcSender):
 
 
 def sender(receiver: Receiver, options: SenderOptions) -> IpcSender:
-    return (IpcSender if options.peft is None or receiver.dialect != "vllm" else AdapterIpcSender)(receiver, options)
+    """Of weights, or of adapters."""
+    return (IpcSender if options.peft is None else AdapterIpcSender)(receiver, options)
 
 
 class VllmIpcControl(vllm.VllmControl):
