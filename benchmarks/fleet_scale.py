@@ -137,13 +137,14 @@ def batch_of(samples: int) -> TrainBatch:
     tokens = int(lengths.sum())
     numbers = torch.arange(samples)
     return TrainBatch(
-        tokens=torch.zeros(tokens, dtype=torch.int64), lengths=lengths, loss_mask=torch.ones(tokens), loss_weights=torch.ones(tokens),
+        tokens=torch.zeros(tokens, dtype=torch.int64), lengths=lengths, loss_mask=torch.ones(tokens),
+        loss_weights=torch.ones(tokens),
         rollout_logprobs=torch.zeros(tokens), rewards=torch.zeros(samples), group_ids=numbers // 8,
     )  # fmt: skip
 
 
 def cutting(config: TrainConfig, ranks: int) -> dict[str, Any]:
-    """The driver's CPU seconds to cut a batch for so many data-parallel ranks, and to put what they compute in order."""
+    """CPU seconds to cut a batch for so many data-parallel ranks, and to put what they compute in order."""
 
     @dataclass(frozen=True)
     class Place:
