@@ -428,7 +428,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
      + "; `forward_backward_custom` needs no more (not tested)", TRAINS),
     ("POST optim_step", "AdamW, its parameters by call", TRAINS),
     ("POST save_weights", "with time to live", EXPIRY),
-    ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint", TRAINS),
+    ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
+     "`tinker://shared/weights/NAME`", OWN_LOOP),
     ("POST retrieve_future", "long poll", KILLED),
     ("POST save_weights_for_sampler", "by path, or for one sampling client", SAMPLES),
     ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),

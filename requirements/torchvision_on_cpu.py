@@ -1,5 +1,5 @@
 """Lets torchvision be imported where the registry's build of it, which is for CUDA, meets torch's for a CPU: its library
-of operators does not load there, and it registers meta kernels for operators that nobody declared. Here the operators are
+of operators does not load there, and it registers meta kernels for operators that do not exist then. Here the operators are
 declared, not implemented, beforehand. Models of pictures need none of them: they resize with torch's own.
 
 setup.sh copies it into an environment, with a .pth file that imports it at the start of every interpreter; so it imports

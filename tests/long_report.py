@@ -65,7 +65,7 @@ class LongReport:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
-        """With xdist the processes collect, and leave out what they are told."""
+        """With xdist the workers collect; they deselect what has passed before."""
         node.workerinput[WORKER_INPUT] = self.done()
 
     @pytest.hookimpl(optionalhook=True)

@@ -39,6 +39,17 @@ def first_fit(lengths: Sequence[int], samples: Sequence[int], max_tokens: int) -
     return bins
 
 
+def check_lengths(lengths: Sequence[int], max_tokens: int) -> None:
+    """UsageError for a sample longer than a micro-batch."""
+    longest = max(range(len(lengths)), key=lambda i: lengths[i])
+    if lengths[longest] > max_tokens:
+        raise UsageError(
+            f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; raise "
+            "trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least "
+            "sampling.max_prompt_tokens + sampling.max_response_tokens"
+        )
+
+
 def plan_micro_batches(
     lengths: Sequence[int], *, max_tokens: int, data_parallel: int, costs: Sequence[int] | None = None
 ) -> list[list[list[int]]]:
@@ -50,13 +61,7 @@ def plan_micro_batches(
     where there is nothing left to split (three full samples on two ranks) the micro-batch is empty, for `micro_batch`
     to fill without a loss. Raises UsageError for a sample longer than max_tokens.
     """
-    longest = max(range(len(lengths)), key=lambda i: lengths[i])
-    if lengths[longest] > max_tokens:
-        raise UsageError(
-            f"sample {longest} has {lengths[longest]} tokens, more than the {max_tokens} of a micro-batch; raise "
-            "trainer.max_tokens_per_micro_batch (times trainer.context_parallel) to at least "
-            "sampling.max_prompt_tokens + sampling.max_response_tokens"
-        )
+    check_lengths(lengths, max_tokens)
     costs = lengths if costs is None else costs
     plans = [first_fit(lengths, share, max_tokens) for share in balanced_shares(costs, data_parallel)]
     target = max(len(plan) for plan in plans)

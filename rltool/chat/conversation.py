@@ -137,19 +137,20 @@ def starts_with(sent: Sequence[Message], recorded: Sequence[Message]) -> bool:
     return len(sent) >= len(recorded) and all(map(same_message, recorded, sent))
 
 
-def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As Hugging Face's chat templates take them: arguments as objects, reasoning as `reasoning_content`."""
-    return [_template_message(message) for message in messages]
+def template_messages(messages: Sequence[Message], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:
+    """As Hugging Face's chat templates take them: arguments as objects or as JSON, reasoning as `reasoning_content`."""
+    return [_template_message(message, arguments_as_text) for message in messages]
 
 
-def _template_message(message: Message) -> dict[str, Any]:
+def _template_message(message: Message, arguments_as_text: bool) -> dict[str, Any]:
     found: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
             for call in message.tool_calls
+            for arguments in [call.arguments_json() if arguments_as_text else dict(call.arguments)]
         ]
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id

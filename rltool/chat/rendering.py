@@ -8,17 +8,54 @@ user message follows), there is no such continuation, and the turn opens a new t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, ToolCall, template_messages
-from rltool.chat.parsers.parsed import Parser
+from rltool.chat.parsers.parsed import Parser, Tools
 from rltool.errors import UsageError
-from rltool.rollout.tokenizer import Tokenizer
+from rltool.rollout.tokenizer import TemplateFailed, Tokenizer
 
 SENTINEL = "Xq7sentinel7qX"
 """A word that no template writes by itself and none changes: what stands behind it closes an assistant's turn."""
+
+
+class StandIns:
+    """For texts in a user's or a tool's words that would become special tokens, so that none can close a turn: each is
+    tokenised as the letters that it is. What no template writes and none changes stands for it until then."""
+
+    MARK = "\U0010fffd"
+
+    def __init__(self, special_tokens: Mapping[str, int]) -> None:
+        texts = sorted(special_tokens, key=len, reverse=True)  # of two that begin alike the longer one
+        either = "|".join(map(re.escape, texts)) or r"(?!)"
+        self._put = re.compile(f"{self.MARK}|{either}")
+        self._texts = [self.MARK, *texts]  # one for the mark itself, too
+        numbers = "|".join(map(str, range(len(self._texts))))
+        self._taken = re.compile(f"{self.MARK}({numbers}){self.MARK}|{either}")
+
+    def put(self, message: Message) -> Message:
+        if message.role not in ("user", "tool"):
+            return message
+        words = self._put.sub(lambda found: f"{self.MARK}{self._texts.index(found[0])}{self.MARK}", message.text)
+        return replace(message, text=words)
+
+    def taken(self, rendered: str) -> tuple[str, set[int]]:
+        """(the text with what was in their places, which of its special tokens these are, counted from 0)."""
+        specials, spelled = 0, set[int]()
+
+        def back(found: re.Match[str]) -> str:
+            nonlocal specials
+            text = found[0] if found[1] is None else self._texts[int(found[1])]
+            if text != self.MARK:
+                if found[1] is not None:
+                    spelled.add(specials)
+                specials += 1
+            return text
+
+        return self._taken.sub(back, rendered), spelled
 
 
 @dataclass(frozen=True)
@@ -38,12 +75,14 @@ class Renderer:
         self.vocab_size = tokenizer.vocab_size
         self._tokenizer, self._parser, self._arguments = tokenizer, parser, dict(template_arguments)
         self.longest_token = tokenizer.longest_token()
+        self._stand_ins = StandIns(tokenizer.special_tokens)
+        self._arguments_as_text = tokenizer.has_template and self._wants_arguments_as_text()
         self._closing = self._find_closing() if tokenizer.has_template else None
 
     def prompt(self, conversation: Conversation) -> Suffix:
         """The whole conversation, ending where the assistant's reply begins."""
         text = self._render(conversation.messages, conversation.tools, ask=True)
-        return Suffix(tuple(self._tokenizer.encode_rendered(text)), _opens_reasoning(text))
+        return Suffix(tuple(self._encode(text)), self._parser.opens_reasoning(text))
 
     def extension(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix | None:
         """What follows the tokens of `recorded`, with which the conversation begins; None where the template does not
@@ -52,8 +91,8 @@ class Renderer:
         whole = self._render(conversation.messages, conversation.tools, ask=True)
         if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
             return None
-        ids = self._tokenizer.encode_rendered(self._closing + whole[len(before) :])
-        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(whole))
+        ids = self._encode(self._closing + whole[len(before) :])
+        return Suffix(tuple(_without_stop(ids, stop_id)), self._parser.opens_reasoning(whole))
 
     def observation(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix:
         """As `extension`, keeping the recorded tokens whatever the template would make of the past now: where
@@ -72,8 +111,8 @@ class Renderer:
                 "cannot be continued without tokenising the model's replies again"
             )
         following = text.partition(SENTINEL)[2]
-        ids = self._tokenizer.encode_rendered(following)
-        return Suffix(tuple(_without_stop(ids, stop_id)), _opens_reasoning(text))
+        ids = self._encode(following)
+        return Suffix(tuple(_without_stop(ids, stop_id)), self._parser.opens_reasoning(text))
 
     def raw(self, text: str, *, first: bool) -> tuple[int, ...]:
         """Ids of a plain text; with BOS, where the tokenizer adds one, if it is the `first` of its sequence."""
@@ -93,7 +132,7 @@ class Renderer:
         """Of each token alone."""
         return [self._tokenizer.decode_everything([token]) for token in token_ids]
 
-    def message(self, text: str, *, turn: str, tools: bool, reasoning_open: bool) -> Message:
+    def message(self, text: str, *, turn: str, tools: Tools, reasoning_open: bool) -> Message:
         """The assistant's message in `text`; the ids of its tool calls are made of the turn's."""
         parsed = self._parser.parse(text, tools=tools, reasoning_open=reasoning_open)
         calls = tuple(
@@ -101,7 +140,7 @@ class Renderer:
         )
         return Message("assistant", parsed.text, parsed.reasoning, calls)
 
-    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+    def certain(self, text: str, *, tools: Tools, reasoning_open: bool) -> str:
         """The beginning of a reply that is still being written whose `message` is the beginning of the whole one's."""
         return self._parser.certain(text, tools=tools, reasoning_open=reasoning_open)
 
@@ -110,9 +149,23 @@ class Renderer:
         return self._tokenizer.decode_everything(token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        return self._tokenizer.render_messages(
-            template_messages(messages), tools=tools, ask=ask, arguments=self._arguments
-        )
+        messages = [self._stand_ins.put(message) for message in messages]
+        given = template_messages(messages, arguments_as_text=self._arguments_as_text)
+        return self._tokenizer.render_messages(given, tools=tools, ask=ask, arguments=self._arguments)
+
+    def _encode(self, rendered: str) -> list[int]:
+        text, spelled = self._stand_ins.taken(rendered)
+        return self._tokenizer.encode_rendered(text, spelled)
+
+    def _wants_arguments_as_text(self) -> bool:
+        """Of calls. Some templates (DeepSeek's) put them behind other text: they fail on an object, or write Python's
+        form of it."""
+        call = ToolCall("call00000", "example", {"key": "value"})
+        messages = template_messages((Message("user", "Hello."), Message("assistant", "", tool_calls=(call,))))
+        try:
+            return "{'key'" in self._tokenizer.render_messages(messages, ask=False, arguments=self._arguments)
+        except TemplateFailed:
+            return True
 
     def _find_closing(self) -> str:
         """What the template writes behind an assistant's text, such as "<|im_end|>\\n"."""
@@ -132,7 +185,3 @@ class Renderer:
 def _without_stop(ids: list[int], stop_id: int | None) -> list[int]:
     """Without the stop token that the model has sampled itself."""
     return ids[1:] if stop_id is not None and ids[:1] == [stop_id] else ids
-
-
-def _opens_reasoning(text: str) -> bool:
-    return text.rstrip().endswith("<think>")

@@ -61,14 +61,16 @@ def megatron_logits(family: Family, runtime: Runtime, read: Read, tokens: Tensor
 def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tokens: Tensor, lengths: Tensor) -> Tensor:
     """[T, vocabulary] fp32 by transformers, sequence by sequence,
     for the weights of `directory` rounded to `dtype` first."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
     config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers' "sdpa" refuses sinks, and leaves scores uncapped without a word.
     attend = "eager" if family.attention.sinks or family.attention.softcap is not None else "sdpa"
+    # Of Qwen3-VL transformers has no language model with its head but in the whole, whose tower does not run on text.
+    alone = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     with _parameters_without_memory():
-        model = AutoModelForCausalLM.from_config(
+        model = (AutoModelForCausalLM if alone else AutoModelForImageTextToText).from_config(
             config, dtype=torch.float32, attn_implementation=attend, trust_remote_code=False
         ).eval()
     owners = {module: name for name, module in model.named_modules()}
@@ -82,11 +84,11 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
                     raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
                 _replace(module, name, value.to(dtype).float())
             for name, buffer in module.named_buffers():
-                full = family.prefix + f"{owners[module]}.{name}".removeprefix("model.")
+                full = family.prefix + f"{owners[module]}.{name}".removeprefix("model." if alone else family.prefix)
                 if full in tensors.names:  # a router's correction bias
                     buffer.copy_(tensors.read(full))
 
-        inner = model.model
+        inner = model.model if alone else model.model.language_model
         _in_turn([inner.embed_tokens, *inner.layers, inner.norm, model.lm_head], fill, _drop)
         rows = [
             model(input_ids=sequence[None], use_cache=False).logits[0] for sequence in tokens.split(lengths.tolist())
@@ -98,7 +100,8 @@ def _hf_parameter(name: str, family: Family, tensors: HFTensors, dtype: torch.dt
     """What transformers calls `name`: a tensor of the file, or the experts of a layer, which it keeps in one tensor."""
     if name == "lm_head.weight" and family.tied_embeddings:
         name = "model.embed_tokens.weight"
-    if name.startswith("model."):  # of transformers' text model, also where the file has a tower beside it
+    # Of transformers' text model, also where the file has a tower beside it.
+    if name.startswith("model.") and not name.startswith(family.prefix):
         name = family.prefix + name.removeprefix("model.")
     if name in tensors.names:
         return tensors.read(name)

@@ -47,7 +47,9 @@ def gateway(
     max_model_len: Annotated[
         int | None, typer.Option(help="Longest sequence in tokens (default: the engine's limit).")
     ] = None,
-    tool_parser: Annotated[str | None, typer.Option(help="hermes or none (default: hermes).")] = None,
+    tool_parser: Annotated[
+        str | None, typer.Option(help="A format of docs/agents.md, by vLLM's name (default: auto).")
+    ] = None,
     template_arguments: Annotated[
         str | None, typer.Option(metavar="JSON", help="Further arguments of the chat template, as a JSON object.")
     ] = None,

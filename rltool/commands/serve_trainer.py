@@ -43,6 +43,10 @@ def serve_trainer(
         Path | None,
         typer.Option(help="Directory with a key file for each client (default: the run's state/clients, made)."),
     ] = None,
+    checkpoints: Annotated[
+        Path | None,
+        typer.Option(help="Directory whose checkpoints of `train` clients load, as tinker://shared/weights/NAME."),
+    ] = None,
     served_name: Annotated[
         str | None, typer.Option(help="What clients name as the base model (default: MODEL as it is given).")
     ] = None,
@@ -73,7 +77,8 @@ def serve_trainer(
     from rltool.tinker.launch import Parts, check_engines, keys_of, probed, start_server
 
     given = {
-        "host": host, "port": port, "keys": keys, "served_name": served_name, "lora_rank": lora_rank,
+        "host": host, "port": port, "keys": keys, "checkpoints": checkpoints, "served_name": served_name,
+        "lora_rank": lora_rank,
         "max_in_flight": max_in_flight, "max_samples": max_samples, "max_models": max_models,
         "max_checkpoints": max_checkpoints, "max_body_bytes": max_body_bytes, "snapshot_every": snapshot_every,
         "max_restarts": max_restarts, "ready_timeout": ready_timeout,
@@ -84,8 +89,14 @@ def serve_trainer(
     flags = {"model.path": ("MODEL", model), **rollout_flags(rollout_external, None)}
     named = load_config(TrainConfig, config or [], set_ or [], flags, rules=()).config
     settings = with_local_models(named)
+    if serving.checkpoints is not None:
+        if not serving.checkpoints.is_dir():
+            raise UsageError(f"--checkpoints {serving.checkpoints} is no directory")
+        serving = serving.model_copy(update={"checkpoints": serving.checkpoints.absolute()})
     if settings.lora.rank:
         raise UsageError("lora.rank: clients choose the rank of their adapters; --lora-rank bounds it")
+    if settings.trainer.router_bias_update_rate:
+        raise UsageError("trainer.router_bias_update_rate moves the model's routers, and clients train adapters alone")
     directory = _run(run, settings)
     fleet = probed(settings) if settings.engines.external else None
     if fleet is not None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from rltool.commands.tables import engine_table, log_no_run, progress_line, short_version
+from rltool.commands.tables import engine_table, log_no_run, progress_line, served_line, short_version
 from rltool.engines.run_status import RunReport, run_status
 from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.terminal import Console, write_line
@@ -44,7 +44,8 @@ def _chosen(name: str | None, *, all_runs: bool, as_json: bool) -> list[RunDirec
 
 def _as_json(run: RunDirectory, report: RunReport) -> dict:
     processes = [row.model_dump(mode="json") for row in report.processes]
-    return {"name": run.name, "path": str(run.path), "processes": processes, "training": report.training}
+    of_trainer = {"training": report.training, "served": report.served}
+    return {"name": run.name, "path": str(run.path), "processes": processes, **of_trainer}
 
 
 def _print(run: RunDirectory, report: RunReport) -> None:
@@ -72,6 +73,8 @@ def _print(run: RunDirectory, report: RunReport) -> None:
             engines = report.training.get(name)
             if engines:
                 console.print(engine_table(engines, title))
+    if report.served is not None:
+        console.print(served_line(report.served))
     for row in rows:
         if row.log is not None:
             console.print(f"{row.role}: {row.log}")

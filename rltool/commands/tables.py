@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -12,7 +12,7 @@ from rltool.processes.run_directory import runs_root
 from rltool.terminal import Console
 
 if TYPE_CHECKING:
-    from rltool.engines.run_client import EngineStatus, RunStatus
+    from rltool.engines.run_client import EngineStatus, RunStatus, ServedStatus
 
 _SERVING = "ready"
 
@@ -60,6 +60,33 @@ def progress_line(status: RunStatus) -> str:
     if progress:
         parts.append(str(progress))
     return "; ".join(parts)
+
+
+def served_line(status: ServedStatus) -> str:
+    """`12 calls done (forward_backward 8 in 3.2 s with 1,024 tokens, ...); 2 models of 1 client; ...`"""
+    kinds = [
+        f"{kind} {found['calls']} in {found['seconds']:.1f} s"
+        + (f" with {found['tokens']:,} tokens" if found["tokens"] else "")
+        + (f", {found['failed']} failed" if found["failed"] else "")
+        for kind, found in sorted(status.get("calls", {}).items())
+    ]
+    calls = sum(found["calls"] for found in status.get("calls", {}).values())
+    models, waiting = status.get("models", {}), status.get("waiting", {})
+    parts = [f"{calls} calls done" + (f" ({'; '.join(kinds)})" if kinds else "")]
+    if running := status.get("running"):
+        parts.append(f"{running} is running")
+    parts.append(f"{sum(waiting.values())} wait" + (f" ({_by_client(waiting)})" if waiting else ""))
+    parts.append(f"{sum(models.values())} models" + (f" ({_by_client(models)})" if models else ""))
+    if "samples" in status:
+        in_flight = sum(status.get("samples_in_flight", {}).values())
+        parts.append(
+            f"{status['samples']} samples done with {status.get('sampled_tokens', 0):,} tokens, {in_flight} in flight"
+        )
+    return "; ".join(parts)
+
+
+def _by_client(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{client} {count}" for client, count in sorted(counts.items()))
 
 
 def short_version(version: str | None) -> str:

@@ -103,6 +103,11 @@ def changed(algorithm: AlgorithmConfig) -> list[str]:
 def _check_policy(config: Sections) -> None:
     algorithm, rollout, sampling = config.algorithm, config.rollout, config.sampling
     _check_distillation(config)
+    if algorithm.routing_replay and config.trainer.shared_prefixes:
+        raise ValueError(
+            "algorithm.routing_replay replays the experts of each sample, and trainer.shared_prefixes computes what "
+            "samples share once, with one choice of experts; leave one of them out"
+        )
     if algorithm.routing_replay:
         _check_routing_replay(config)
     if algorithm.uses_reward_parts:

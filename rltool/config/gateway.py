@@ -9,6 +9,10 @@ from pydantic import Field
 
 from rltool.config.base import Config
 
+ToolParser = Literal[
+    "auto", "hermes", "qwen3_coder", "glm45", "deepseek_v3", "kimi_k2", "mistral", "llama3_json", "openai", "none"
+]  # fmt: skip
+
 
 class GatewayConfig(Config):
     host: str = "127.0.0.1"
@@ -26,8 +30,8 @@ class GatewayConfig(Config):
     """Names of other models that are answered by this one, for agents with a fixed model name."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Longest sequence in tokens; default: the engine's limit. A router reports none."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
-    """How the model writes tool calls and reasoning; hermes is Qwen's form too."""
+    tool_parser: ToolParser = "auto"
+    """How the model writes tool calls and reasoning, by vLLM's names (docs/agents.md); auto: as its chat template."""
     template_arguments: dict[str, Any] = {}
     """Further arguments of the chat template, as JSON, such as {"enable_thinking": false}."""
     temperature: float = Field(default=1.0, gt=0, le=2)

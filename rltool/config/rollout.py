@@ -12,6 +12,7 @@ from rltool.config.base import Config, ImportPath, OwnFunction
 from rltool.config.data import DataSet
 from rltool.config.engine_weights import EngineWeights, TransportName, WhereItCan, contradiction
 from rltool.config.evaluation import EvalSamplingConfig, EvalSetConfig, all_or_some
+from rltool.config.gateway import ToolParser
 from rltool.config.serve import EngineGroup
 
 
@@ -197,8 +198,9 @@ class RolloutConfig(Config):
     max_turn_tokens: int | None = Field(default=None, ge=1)
     """environment, agent: tokens of one reply; None: what is left of sampling.max_response_tokens, which bounds all
     that follows an environment's first prompt, its own tokens too."""
-    tool_parser: Literal["hermes", "none"] = "hermes"
-    """environment, agent: how the model writes tool calls and reasoning; hermes is Qwen's form too."""
+    tool_parser: ToolParser = "auto"
+    """environment, agent: how the model writes tool calls and reasoning, by vLLM's names (docs/agents.md); auto: as its
+    chat template."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """environment, agent: further arguments of the chat template, such as {enable_thinking = false}."""
     dump: bool = False

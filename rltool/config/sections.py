@@ -149,6 +149,9 @@ class TrainerConfig(Config):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so
     many times as many tokens. A longer single sample is an error at the start of the step."""
+    shared_prefixes: bool = False
+    """Tokens that samples of a micro-batch begin with alike (one prompt, branches of one context) are computed once;
+    samples that begin alike go to one micro-batch, of which the distinct tokens are counted."""
     gpus: tuple[int, ...] = ()
     """GPU indices of this host for the ranks and then for managed engines, in this order; empty: the first ones that no
     engine and no live run holds. Not on a cluster at ray.address, whose Ray decides."""
@@ -185,6 +188,11 @@ class TrainerConfig(Config):
         _ = self.layout
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("sequence_parallel needs tensor_parallel above 1: it cuts the sequence over those ranks")
+        if self.shared_prefixes and self.context_parallel > 1:
+            raise ValueError(
+                "shared_prefixes computes a prefix once for all samples that begin with it, and context_parallel cuts "
+                "each sample over ranks on its own; leave one of them out"
+            )
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(
                 f'recompute_layers is how many layers recompute = "full" covers, but recompute is "{self.recompute}"'

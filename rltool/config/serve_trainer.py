@@ -19,6 +19,9 @@ class ServeTrainerConfig(Config):
     keys: Path | None = None
     """Directory with a file for each client: its name, mode 600, and in it the client's key, which begins with "tml-".
     Default: state/clients of the run, which is made with one for a client `default`."""
+    checkpoints: Path | None = None
+    """Directory whose entries every client can load, as tinker://shared/weights/NAME: checkpoints of `train` with
+    adapters, or adapters of peft's format."""
     lora_rank: int = Field(default=32, ge=1)
     """The largest rank that a client may ask for."""
     max_in_flight: int = Field(default=256, ge=1)

@@ -23,6 +23,7 @@ from rltool.processes.run_directory import RunDirectory, list_runs, open_run, ru
 from rltool.processes.state import ProcessState, is_alive, read_state
 
 DRIVER_ROLE = "train"
+SERVED_ROLE = "serve-trainer"
 
 READ_SECONDS = 5.0
 """Deadline of GET /status and GET /engines in the driver."""
@@ -84,6 +85,30 @@ class RunStatus(TypedDict, total=False):
     progress: str
 
 
+class CallCounts(TypedDict):
+    """Of one kind of call, since the server began. failed: refused by the trainer; seconds: of the trainer's time;
+    tokens: of forward and backward passes."""
+
+    calls: int
+    failed: int
+    seconds: float
+    tokens: int
+
+
+class ServedStatus(TypedDict, total=False):
+    """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls that
+    the trainer has not begun; models: by client; running: the kind of call that is carried out now, "" for none;
+    samples, sampled_tokens: that ended; samples_in_flight: by client."""
+
+    calls: dict[str, CallCounts]
+    waiting: dict[str, int]
+    models: dict[str, int]
+    running: str
+    samples: int
+    sampled_tokens: int
+    samples_in_flight: dict[str, int]
+
+
 class StepRecord(TypedDict):
     """What one step measured. step: as in metrics.jsonl, where -1 is the evaluation before the first."""
 
@@ -121,6 +146,10 @@ class Driver:
     key_file: Path
 
     def status(self) -> RunStatus:
+        return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
+
+    def served(self) -> ServedStatus:
+        """Of a served trainer, which is asked as a driver is."""
         return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
 
     def history(self) -> History:

@@ -14,7 +14,7 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.fleet.liveness import reports_dead
 from rltool.engines.launch.plan import is_router
-from rltool.engines.run_client import Driver, RunStatus, driver_of
+from rltool.engines.run_client import SERVED_ROLE, Driver, RunStatus, ServedStatus, driver_of
 from rltool.engines.sync_client import probe, send
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineUnreachable, RltoolError
@@ -45,10 +45,12 @@ class ProcessStatus(BaseModel):
 
 @dataclass(frozen=True)
 class RunReport:
-    """training: the driver's status of its run; None where none lives or none answered (then its row has why)."""
+    """training: the driver's status of its run; None where none lives or none answered (then its row has why).
+    served: that of the run's served trainer, likewise."""
 
     processes: list[ProcessStatus]
     training: RunStatus | None
+    served: ServedStatus | None = None
 
 
 def run_status(run: RunDirectory) -> RunReport:
@@ -59,11 +61,14 @@ def run_status(run: RunDirectory) -> RunReport:
     states = read_states(run)
     engines = _engines(run)
     statuses: list[RunStatus] = []
+    served: list[ServedStatus] = []
     rows: list[Callable[[], ProcessStatus]] = []
     for state in states:
         driver = driver_of(run, state)
         if driver is not None:
             rows.append(partial(_driver_row, state, driver, statuses))
+        elif state.role == SERVED_ROLE and state.url is not None:
+            rows.append(partial(_served_row, state, Driver(state.url, run.key_file), served))
         else:
             rows.append(partial(_row, state, engines.get(state.url or "")))
     started = {state.url for state in states}
@@ -71,7 +76,7 @@ def run_status(run: RunDirectory) -> RunReport:
     rows += [partial(_foreign_row, index, engine) for index, engine in enumerate(foreign)]
     with ThreadPoolExecutor(_ASKED_SIDE_BY_SIDE) as pool:
         processes = list(pool.map(lambda row: row(), rows))
-    return RunReport(processes=processes, training=statuses[0] if statuses else None)
+    return RunReport(processes, statuses[0] if statuses else None, served[0] if served else None)
 
 
 def _engines(run: RunDirectory) -> dict[str, EngineEndpoint]:
@@ -130,6 +135,17 @@ def _driver_row(state: ProcessState, driver: Driver, statuses: list[RunStatus]) 
         gpus=state.gpus,
         log=state.log,
     )
+
+
+def _served_row(state: ProcessState, server: Driver, statuses: list[ServedStatus]) -> ProcessStatus:
+    """The trainer's server; its status goes into `statuses`."""
+    row = _row(state, None)
+    if row.health == "ok":
+        try:
+            statuses.append(server.served())
+        except RltoolError as error:
+            row = row.model_copy(update={"health": str(error)})
+    return row
 
 
 def _foreign_row(index: int, engine: EngineEndpoint) -> ProcessStatus:

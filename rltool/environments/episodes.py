@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from rltool.chat.conversation import Conversation, Message
+from rltool.chat.parsers.parsed import Tools
 from rltool.chat.rendering import Renderer, Suffix
 from rltool.environments.protocol import Environment, Start, Step, task_of
 from rltool.errors import RltoolError, UsageError
@@ -123,10 +124,10 @@ class Episodes:
         await continue_response(sample, replace(context, sampling=replace(context.sampling, max_tokens=limit)))
         ids = sample.response_ids[began:]
         name = f"{sample.seed or 0:x}t{turn}n"
-        reply = await self._on_cpu(self._read, ids, name, bool(talk.tools), reasoning_open)
+        reply = await self._on_cpu(self._read, ids, name, talk.tools, reasoning_open)
         return reply, ids[-1] if ids and ids[-1] in self._renderer.stop_ids else None
 
-    def _read(self, token_ids: list[int], name: str, tools: bool, reasoning_open: bool) -> Message:
+    def _read(self, token_ids: list[int], name: str, tools: Tools, reasoning_open: bool) -> Message:
         said = self._renderer.said(token_ids)
         return self._renderer.message(said, turn=name, tools=tools, reasoning_open=reasoning_open)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
-from rltool.chat.parsers.registry import PARSERS
+from rltool.chat.parsers.registry import parser_of
 from rltool.chat.rendering import Renderer
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import RolloutConfig
@@ -53,9 +53,9 @@ def load_episodes(config: TrainConfig) -> Episodes | None:
         prompt_tokens=config.sampling.max_prompt_tokens,
         call_seconds=config.deadlines.call,
     )
-    return Episodes(
-        make, Renderer(_chat_tokenizer(config), PARSERS[rollout.tool_parser], rollout.template_arguments), limits
-    )
+    tokenizer = _chat_tokenizer(config)
+    parser = parser_of(rollout.tool_parser, tokenizer.template)
+    return Episodes(make, Renderer(tokenizer, parser, rollout.template_arguments), limits)
 
 
 def _chat_tokenizer(config: TrainConfig) -> Tokenizer:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, suppress
 
 from aiohttp import web
 
-from rltool.chat.parsers.registry import PARSERS
+from rltool.chat.parsers.registry import parser_of
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.client import EngineClient
@@ -46,7 +46,7 @@ async def gateway(
         tokenizer = load_tokenizer(
             parts.tokenizer, stop_token_ids=parts.stop_token_ids, trust_remote_code=parts.trust_remote_code
         )
-        return Renderer(tokenizer, PARSERS[config.tool_parser], config.template_arguments)
+        return Renderer(tokenizer, parser_of(config.tool_parser, tokenizer.template), config.template_arguments)
 
     store = SessionStore(parts.sessions)
     model = Model(parts.served_name, config.aliases, parts.max_model_len)

@@ -119,6 +119,6 @@ def up_to_stop(text: str, stops: Sequence[str]) -> str:
 def _message(renderer: Renderer, text: str, turn: str, asked: Asked, plan: Plan) -> Message:
     if not isinstance(asked.prompt, Conversation):
         return NOTHING  # OpenAI Completions show the raw text
-    tools, is_open = bool(asked.prompt.tools), plan.reasoning_open
+    tools, is_open = asked.prompt.tools, plan.reasoning_open
     certain = renderer.certain(text, tools=tools, reasoning_open=is_open)
     return renderer.message(certain, turn=turn, tools=tools, reasoning_open=is_open)

@@ -330,7 +330,7 @@ def _read(renderer: Renderer, sampled: Sample, plan: Plan, asked: Asked, turn_id
     found = [(at, stop) for stop in asked.stop if (at := text.find(stop)) >= 0]
     at, stop = min(found, default=(len(text), ""))
     shown = text[:at]
-    tools = isinstance(asked.prompt, Conversation) and bool(asked.prompt.tools)
+    tools = asked.prompt.tools if isinstance(asked.prompt, Conversation) else ()
     message = renderer.message(shown, turn=turn_id, tools=tools, reasoning_open=plan.reasoning_open)
     logprobs: tuple[tuple[str, float], ...] = ()
     if asked.logprobs:

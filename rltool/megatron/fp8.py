@@ -15,6 +15,7 @@ from rltool.errors import UsageError
 from rltool.megatron.export_plan import Export, ExportPlan
 from rltool.models.adapters import target_of
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
+from rltool.models.decoder import TOWER
 
 
 def is_fp8(config: dict[str, Any]) -> bool:
@@ -29,6 +30,8 @@ def linears_of(family: Family) -> Collection[str]:
     and head. UsageError for a family that cannot be served in this form."""
     if family.attention.delta is not None:
         raise UsageError(f"{family.architecture} in FP8: not implemented for gated delta nets")
+    if TOWER in family.carried:  # an engine would take the tower's matrices for FP8, too: they are not of the family
+        raise UsageError(f"{family.architecture} in FP8: not implemented beside a vision tower")
     inside = (parameter for parameter in family.parameters if parameter.name not in (EMBEDDING, HEAD))
     linears = [parameter for parameter in inside if target_of(parameter) is not None]
     for parameter in linears:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -180,10 +181,14 @@ class PackedCausalAttention(MegatronModule):
         if packed.keys is not None:
             # Keys and values are small beside queries where these are grouped: one gather of both, each rank then reads
             # the parts that its blocks of queries see.
-            both = gather_from_context_ranks(torch.cat([key, value], dim=-1), context_parallel_group())
+            both = torch.cat([key, value], dim=-1)
+            if packed.blocks is None:
+                both = gather_from_context_ranks(both, context_parallel_group())
             key, value = both.index_select(0, packed.keys).split([key.size(-1), value.size(-1)], dim=-1)
         if self.softcap is None and has_kernels(query):
             out = self._by_kernel(query, key, value, packed)
+        elif packed.blocks is not None:
+            out = self._by_block(query, key, value, packed)
         else:
             out = self._padded(query, key, value, packed)
         return out.flatten(1).unsqueeze(1)
@@ -212,15 +217,9 @@ class PackedCausalAttention(MegatronModule):
             x = x if gather is None else x.index_select(0, gather)
             return x.view(packed.num_sequences, longest, *x.shape[1:]).transpose(1, 2)
 
-        if query.is_cuda and query.size(1) != key.size(1):
-            # For fp32 on a GPU torch has a kernel without grouped queries, and else keeps the probabilities of every
-            # layer.
-            key, value = (x.repeat_interleave(query.size(1) // x.size(1), 1) for x in (key, value))
+        key, value = self._ungrouped(query, key, value)
         seen, key_gather = self._mask(packed), packed.gather if packed.keys is None else packed.key_gather
-        attend = F.scaled_dot_product_attention
-        if self.softcap is not None or self.sinks is not None:
-            attend = partial(plain_attention, self.softcap, self.sinks)
-        out = attend(
+        out = self._plain()(
             spread(query, packed.gather, packed.max_seqlen_q),
             spread(key, key_gather, packed.max_seqlen_kv),
             spread(value, key_gather, packed.max_seqlen_kv),
@@ -231,6 +230,43 @@ class PackedCausalAttention(MegatronModule):
         )
         out = out.transpose(1, 2).flatten(0, 1)
         return out if packed.slots is None else out.index_select(0, packed.slots)
+
+    def _by_block(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedSequences) -> Tensor:
+        """Without padding, which would be most of the layout: the first sequence of a trie is one long block."""
+        assert packed.blocks is not None
+        key, value = self._ungrouped(query, key, value)
+        window, attend = self._window(packed), self._plain()
+        queries, keys = zip(*packed.blocks, strict=True)
+        parts: list[Tensor] = []
+        for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):
+            before = len(k) - len(q)
+            seen = None
+            if before or window is not None:
+                seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(before)
+                seen = seen if window is None else seen.triu(before - window + 1)
+            out = attend(
+                *(x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)),
+                attn_mask=seen,
+                is_causal=seen is None,
+                scale=self.scale,
+                enable_gqa=q.size(1) != k.size(1),
+            )
+            parts.append(out.squeeze(0).transpose(0, 1))
+        return torch.cat(parts)
+
+    @staticmethod
+    def _ungrouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """For fp32 on a GPU torch has a kernel without grouped queries, and else keeps the probabilities of every
+        layer."""
+        if not query.is_cuda or query.size(1) == key.size(1):
+            return key, value
+        times = query.size(1) // key.size(1)
+        return key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+
+    def _plain(self) -> Callable[..., Tensor]:
+        if self.softcap is not None or self.sinks is not None:
+            return partial(plain_attention, self.softcap, self.sinks)
+        return F.scaled_dot_product_attention
 
     def _mask(self, packed: PackedSequences) -> Tensor | None:
         """What each query sees in the padded layout, True; None where it is plain causality."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.fields import fields_of
-from rltool.megatron.packing import PackedSequences, pack
+from rltool.megatron.packing import PackedSequences, pack, pack_shared
 from rltool.megatron.runtime import Coordinates, to_device
 
 
@@ -24,6 +24,7 @@ class MicroBatch:
         rank
     targets: [H] ids of these tokens
     held: [H] their indices into `rows`; None: this rank has all of them
+    repeats: [R] where among the H each of `rows` is, where samples share some; None: they are `rows`, or `held`
     at_targets: [H, ...] there, those of the batch's fields that are cut so (algorithms/fields.py)
     """
 
@@ -35,28 +36,35 @@ class MicroBatch:
     targets: Tensor
     held: Tensor | None
     at_targets: Mapping[str, Tensor]
+    repeats: Tensor | None = None
 
 
 def prepare(
     batch: TrainBatch, rows: Tensor, at: Coordinates, device: torch.device, *, sequence_parallel: bool,
-    inputs: Collection[str] = (),
+    inputs: Collection[str] = (), shared: bool = False,
 ) -> MicroBatch:  # fmt: skip
     """rows: [R] int64 on the CPU, none the first token of a sample. All context-parallel ranks pass the same.
-    inputs: the fields that the model reads beside its tokens, where the batch has them."""
-    packed = pack(
-        batch.lengths,
-        device,
-        cp_rank=at.cp_rank,
-        cp_size=at.layout.cp,
-        multiple_of=at.layout.tp if sequence_parallel else 1,
-    )
+    inputs: the fields that the model reads beside its tokens, where the batch has them. shared: tokens that samples
+    begin with alike are computed once; without context parallelism and inputs."""
+    multiple_of = at.layout.tp if sequence_parallel else 1
+    if shared:
+        packed = pack_shared(batch.tokens, batch.lengths, device, multiple_of=multiple_of)
+    else:
+        packed = pack(batch.lengths, device, cp_rank=at.cp_rank, cp_size=at.layout.cp, multiple_of=multiple_of)
     tokens = to_device(batch.tokens, device)
-    sources, wanted, held = rows - 1, rows, None
+    sources, wanted, held, repeats = rows - 1, rows, None, None
     if packed.place is not None:
         places = packed.place[rows - 1]
         held = (places >= 0).nonzero().squeeze(-1)
         sources, wanted = places[held], rows[held]
         held = to_device(held, device) if len(held) < len(rows) else None
+    if packed.blocks is not None and not _differs(batch):
+        assert packed.place is not None
+        # A target that samples share has one log-probability; its gradient is the sum of theirs.
+        distinct, repeats = packed.place[rows].unique(return_inverse=True)
+        one = torch.empty_like(distinct)
+        one[repeats] = torch.arange(len(rows))
+        sources, wanted, repeats = sources[one], rows[one], to_device(repeats, device)
     at_targets: dict[str, Tensor] = {}
     for name, item in fields_of(batch).items():
         if getattr(batch, name) is None:
@@ -75,4 +83,11 @@ def prepare(
         targets=to_device((batch.tokens if batch.target_ids is None else batch.target_ids)[wanted], device),
         held=held,
         at_targets=at_targets,
+        repeats=repeats,
     )
+
+
+def _differs(batch: TrainBatch) -> bool:
+    """Whether the log-probability of a token may be another in two samples that are the same up to it."""
+    cut = [name for name, item in fields_of(batch).items() if item.cut == "target"]
+    return any(getattr(batch, name) is not None for name in [*cut, "target_ids"])

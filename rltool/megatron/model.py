@@ -128,7 +128,12 @@ def build_model(
     trainer: its settings beside the layout (recompute, sequence parallelism); None: its defaults.
     """
     trainer = trainer or TrainerConfig()
-    check_layout(family, coordinates.layout, sequence_parallel=trainer.sequence_parallel)
+    check_layout(
+        family,
+        coordinates.layout,
+        sequence_parallel=trainer.sequence_parallel,
+        shared_prefixes=trainer.shared_prefixes,
+    )
     check_backend(trainer.attention, device, dtype)
     if family.attention.sinks and trainer.attention not in ("auto", "torch"):
         raise UsageError(

@@ -8,6 +8,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from rltool.algorithms.prefixes import trie_of
 from rltool.megatron.runtime import to_device
 
 CHUNK = 64
@@ -63,6 +64,8 @@ class PackedSequences(PackedSeqParams):
     keys: with context parallelism, index into the keys of all ranks, [ranks * T] of them, of those that each block of
         queries sees, block after block; `cu_seqlens_kv` are its boundaries. None without
     key_gather: [blocks * longest keys] index into `keys`' rows for the padded layout
+    blocks: (queries, keys) of each block where sequences share what they begin with; None where they do not. `keys`
+        are then indices into the T, and `place` has one place for several tokens of the row
     chunks, starts: what a gated delta net derives of `cu_seqlens_q`, once for all layers (`delta_net`)
     inputs: [T, ...] by name, on the device, what the model reads of each token beside it: fields of the batch that are
         cut so (algorithms/fields.py)
@@ -80,6 +83,7 @@ class PackedSequences(PackedSeqParams):
     place: Tensor | None = None
     keys: Tensor | None = None
     key_gather: Tensor | None = None
+    blocks: list[tuple[int, int]] | None = None
     chunks: Chunks | None = None
     starts: Tensor | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -123,6 +127,36 @@ def pack(
     if padded:
         packed.tokens, packed.place = to_device(tokens, device), place
     return packed
+
+
+def pack_shared(tokens: Tensor, lengths: Tensor, device: torch.device, *, multiple_of: int = 1) -> PackedSequences:
+    """As `pack` without context parallelism, each distinct token once: sequences share what they begin with.
+
+    tokens: [tokens of the row] int64 on the CPU. A sequence's own tokens are a block of queries, which sees the keys of
+    its whole path: what variable-length kernels take as it is, so that no mask over the row is needed. The price are
+    keys and values repeated for each path.
+    """
+    trie = trie_of(tokens, lengths)
+    count = len(trie.tokens)
+    if count == len(tokens):
+        return pack(lengths, device, multiple_of=multiple_of)
+    padding = -count % multiple_of
+    beside = torch.arange(padding)
+    blocks = trie.blocks + [(padding, padding)] * (padding > 0)
+    queries, keys = torch.tensor(blocks).unbind(1)
+    return PackedSequences(
+        qkv_format="sbhd",
+        cu_seqlens_q=_boundaries(queries, device),
+        cu_seqlens_kv=_boundaries(keys, device),
+        max_seqlen_q=int(queries.max()),
+        max_seqlen_kv=int(keys.max()),
+        positions=to_device(torch.cat([trie.positions, beside]), device),
+        num_sequences=len(blocks),
+        tokens=to_device(torch.cat([trie.tokens, torch.zeros_like(beside)]), device),
+        place=trie.place,
+        keys=to_device(torch.cat([trie.keys, count + beside]), device),
+        blocks=blocks,
+    )
 
 
 def _ragged(lengths: Tensor) -> Tensor:

@@ -193,9 +193,11 @@ class TrainedModel(ABC):
         )
 
     def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
-        at, device, cut, inputs = self.coordinates, self.runtime.device, self.config.sequence_parallel, self.inputs()
+        at, device, inputs = self.coordinates, self.runtime.device, self.inputs()
+        cut, shared = self.config.sequence_parallel, self.config.shared_prefixes
         return [
-            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs) for batch in micro_batches
+            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs, shared=shared)
+            for batch in micro_batches
         ]
 
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
@@ -215,6 +217,8 @@ class TrainedModel(ABC):
 
         Every rank goes on to the whole loss, so that losses over sequences need not know how these are cut.
         """
+        if micro.repeats is not None:
+            return tuple(value[micro.repeats] for value in values)
         if self.coordinates.layout.cp == 1:
             return values
         spread = torch.stack(values)

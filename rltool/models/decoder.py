@@ -38,6 +38,24 @@ def renamed(family: Family, prefix: str) -> Family:
     return replace(family, prefix=prefix, parameters=tuple(moved(parameter) for parameter in family.parameters))
 
 
+TOWER = "model.visual."
+"""How the names of a vision tower's tensors begin."""
+OF_THE_WHOLE = "architectures", "tie_word_embeddings", "quantization_config"
+"""Keys of config.json that stand beside `text_config`."""
+
+
+def text_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the language model."""
+    if not isinstance(config.get("text_config"), dict):
+        return config
+    return config["text_config"] | {key: config[key] for key in OF_THE_WHOLE if key in config}
+
+
+def beside_tower(family: Family) -> Family:
+    """The same in a checkpoint that has a vision tower, whose tensors are carried."""
+    return replace(renamed(family, "model.language_model."), carried=(*family.carried, TOWER))
+
+
 def require(config: dict[str, Any], *keys: str) -> list[Any]:
     """The values of these keys; UsageError names the first that is missing."""
     for key in keys:

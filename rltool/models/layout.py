@@ -7,7 +7,9 @@ from rltool.errors import UsageError
 from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Family, Parameter
 
 
-def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False) -> None:
+def check_layout(
+    family: Family, layout: ParallelLayout, *, sequence_parallel: bool = False, shared_prefixes: bool = False
+) -> None:
     """UsageError, naming flag and number, when this model cannot be cut that way."""
     if family.num_experts and layout.tp > 1 and not sequence_parallel:
         raise UsageError(
@@ -21,6 +23,11 @@ def check_layout(family: Family, layout: ParallelLayout, *, sequence_parallel: b
         raise UsageError(
             f"trainer.context_parallel = {layout.cp} is not implemented for a gated delta net, which "
             f"{family.architecture} has: its state goes from token to token; leave it at 1"
+        )
+    if family.attention.delta is not None and shared_prefixes:
+        raise UsageError(
+            f"trainer.shared_prefixes is not implemented for a gated delta net, which {family.architecture} has: its "
+            "state goes from token to token along one row; leave it out"
         )
     delta = {} if family.attention.delta is None else {"linear_num_key_heads": family.attention.delta.key_heads}
     for what, flag, size in (

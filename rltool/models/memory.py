@@ -128,7 +128,9 @@ def training_memory(
     family: Family, trainer: TrainerConfig, *, dtype: str, lora: LoraConfig = FULL
 ) -> RankMemory:  # fmt: skip
     """Of the rank that needs most. UsageError for a layout that the model cannot have."""
-    check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    check_layout(
+        family, trainer.layout, sequence_parallel=trainer.sequence_parallel, shared_prefixes=trainer.shared_prefixes
+    )
     stages = range(trainer.pipeline_parallel)
     return max((_of_stage(family, trainer, dtype, stage, lora) for stage in stages), key=lambda m: m.total)
 

@@ -3,12 +3,11 @@ A checkpoint with a vision tower is trained as text."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from rltool.models import qwen3_next
 from rltool.models.base import Family, FamilyDefinition
-from rltool.models.decoder import Part, renamed
+from rltool.models.decoder import Part, beside_tower, text_of
 
 DEFAULTS = {
     **{key: value for key, value in qwen3_next.DEFAULTS.items() if "head" in key or key.startswith("linear_")},
@@ -16,24 +15,12 @@ DEFAULTS = {
     "max_position_embeddings": 32768,
 }
 """transformers' defaults, which config.json may leave out."""
-OF_THE_WHOLE = "architectures", "tie_word_embeddings", "quantization_config"
-"""Keys that stand beside `text_config`."""
-
-
-def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says of the language model."""
-    if not isinstance(config.get("text_config"), dict):
-        return config
-    return config["text_config"] | {key: config[key] for key in OF_THE_WHOLE if key in config}
 
 
 def with_tower(text: dict[str, Any], feed_forward: Part | None = None) -> Family:
     """text: see `text_of`, with defaults. The tower's tensors are carried, where the architecture has one."""
     family = qwen3_next.with_delta_nets(text, feed_forward=feed_forward, fused=False)
-    if not family.architecture.endswith("ForConditionalGeneration"):
-        return family
-    family = renamed(family, "model.language_model.")
-    return replace(family, carried=(*family.carried, "model.visual."))
+    return beside_tower(family) if family.architecture.endswith("ForConditionalGeneration") else family
 
 
 def build(config: dict[str, Any]) -> Family:

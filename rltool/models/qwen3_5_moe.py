@@ -6,8 +6,9 @@ from typing import Any
 
 from rltool.models import qwen3_next
 from rltool.models.base import Family, FamilyDefinition
+from rltool.models.decoder import text_of
 from rltool.models.qwen3_5 import FAMILY as DENSE
-from rltool.models.qwen3_5 import text_of, with_tower
+from rltool.models.qwen3_5 import with_tower
 
 DEFAULTS = qwen3_next.DEFAULTS | {"num_experts_per_tok": 8, "num_experts": 256}
 """transformers' defaults, which config.json may leave out."""

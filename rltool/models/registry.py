@@ -32,6 +32,7 @@ from rltool.models import (
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     smollm3,
 )
 from rltool.models.base import Family, FamilyDefinition
@@ -39,8 +40,8 @@ from rltool.models.base import Family, FamilyDefinition
 FAMILIES: tuple[FamilyDefinition, ...] = tuple(
     module.FAMILY
     for module in (
-        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, mistral, mixtral, phi3,
-        gemma2, gemma3, olmo, olmoe, glm4, glm4_moe, deepseek_v3, gpt_oss,
+        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_vl, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, mistral,
+        mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4, glm4_moe, deepseek_v3, gpt_oss,
     )
 )  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}

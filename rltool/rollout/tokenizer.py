@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,11 @@ class Tokenizer:
     def has_template(self) -> bool:
         return bool(self._hf.chat_template)
 
+    @property
+    def template(self) -> str:
+        """Jinja; of several the text of all; empty without one."""
+        return str(self._hf.chat_template or "")
+
     def render_messages(
         self,
         messages: Sequence[dict[str, Any]],
@@ -94,10 +100,27 @@ class Tokenizer:
         except (TemplateError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise TemplateFailed(f"the model's chat template refuses these messages: {error}") from error
 
-    def encode_rendered(self, text: str) -> list[int]:
+    def encode_rendered(self, text: str, spelled: Collection[int] = ()) -> list[int]:
         """Ids of a text that a chat template wrote. The template writes BOS itself:
-        adding special tokens would double it."""
-        return list(self._hf(text, add_special_tokens=False)["input_ids"])
+        adding special tokens would double it.
+
+        spelled: of the special tokens in the text, counted from 0, those that are to be letters."""
+        ids: list[int] = list(self._hf(text, add_special_tokens=False)["input_ids"])
+        if not spelled:
+            return ids
+        texts, found, number = {token: one for one, token in self.special_tokens.items()}, list[int](), -1
+        for token in ids:
+            number += token in texts
+            if token in texts and number in spelled:
+                found += self._hf(texts[token], add_special_tokens=False, split_special_tokens=True)["input_ids"]
+            else:
+                found.append(token)
+        return found
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        """What a text must have to become a special token, such as the end of a turn."""
+        return {token.content: number for number, token in self._hf.added_tokens_decoder.items() if token.special}
 
     def encode_target(self, text: str) -> list[int]:
         """Ids of a supervised response: no BOS, EOS at the end. UsageError if the tokenizer has no EOS."""

@@ -21,6 +21,8 @@ ALPHA = 32.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _PATH = re.compile(r"tinker://([^/]+)/weights/([^/]+)")
 _SAMPLER_PATH = re.compile(r"tinker://([^/]+)/sampler_weights/([^/]+)")
+SHARED = "shared"
+"""In place of a model's name: checkpoints that the server was given for all clients. No model is called so."""
 _UNNAMED = ".unnamed-"
 """Begins the names of weights for sampling that the client gave none; no client's name begins like this."""
 KEPT_UNNAMED = 8
@@ -126,6 +128,7 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
             return saved | {"path": sampler_path(model, body["name"])}
         case "load_weights":
             of_model, name = parse_path(body["path"])
+            name = body.get("copy", name)
             if body["create"]:
                 trainer.create(model, adapter_spec(body["lora_config"]), call.number)
             try:

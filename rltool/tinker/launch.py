@@ -13,6 +13,7 @@ from rltool.config.base import Config
 from rltool.config.serve_trainer import ServeTrainerConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.fleet.disaggregation import samples_alone
+from rltool.engines.run_client import SERVED_ROLE
 from rltool.engines.sync_client import send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
@@ -28,7 +29,7 @@ from rltool.processes.supervise import ProcessGroup
 from rltool.processes.waiting import waiting
 from rltool.training.checks.preflight import ProbedFleet, check_fleet, check_leases, probe_fleet, resolve_endpoints
 
-ROLE = "serve-trainer"
+ROLE = SERVED_ROLE
 LEAST_SLOTS = 2
 """One adapter that requests run with, and the next."""
 _CALL_SECONDS = 5.0

@@ -19,6 +19,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, RltoolError, UsageError
 from rltool.models.registry import family_for, read_hf_config
+from rltool.processes.keys import read_key
 from rltool.processes.marks import marking
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.run_lock import RunLock
@@ -89,9 +90,11 @@ async def _serve(
             stack.push_async_callback(samples.close)
         service = await asyncio.to_thread(
             Service, parts.run / "served", trainer, parts.served_name, limits=limits,
-            snapshot_every=serving.snapshot_every,
+            snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
         )  # fmt: skip
-        server = TinkerServer(service, read_keys(parts.keys), samples=samples)
+        run = RunDirectory(parts.run)
+        watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")
+        server = TinkerServer(service, read_keys(parts.keys), samples=samples, watched_by=watched_by)
         write_line(f"serving on {serving.host}:{serving.port}")
         await serve(server, service, serving.host, serving.port)
 

@@ -54,6 +54,8 @@ class Samples:
         self._by_key: dict[tuple[str, str, int], str] = {}
         self.in_flight: Counter[str] = Counter()
         """By client."""
+        self.ended, self.tokens = 0, 0
+        """Requests that engines have answered, and the tokens that they sampled."""
 
     def begin(self, client: str, body: Mapping[str, Any], adapter: Path | None) -> str:
         """The id of the request, in flight from now on. A repetition gives the id of the first. UsageError, Refused."""
@@ -108,6 +110,8 @@ class Samples:
             return {"error": str(error), "category": "user"}
         except RltoolError as error:
             return {"error": str(error), "category": "server"}
+        self.ended += 1
+        self.tokens += sum(len(sequence.tokens) for sequence in output.sequences)
         return {"proto": base64.b64encode(encode_samples(output)).decode()}
 
     def _forget(self) -> None:

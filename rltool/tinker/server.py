@@ -12,10 +12,11 @@ import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
+from rltool.engines.run_client import ServedStatus
 from rltool.errors import UsageError
 from rltool.processes.keys import read_key
 from rltool.tinker import checkpoints
@@ -24,6 +25,7 @@ from rltool.tinker.journal import Call
 from rltool.tinker.samples import SAMPLE, Samples
 from rltool.tinker.service import Refused, Service
 from rltool.tinker.wire import decode_forward
+from rltool.training.observe.live_metrics import exposition
 
 Body = dict[str, Any]
 Handler = Callable[[str, Body], Awaitable[Body]]
@@ -54,13 +56,15 @@ def read_keys(directory: Path) -> dict[str, str]:
 
 
 class TinkerServer:
-    """keys: client -> key. samples: None where there are no engines to sample with."""
+    """keys: client -> key. samples: None where there are no engines to sample with. watched_by: the name of the run and
+    its key, the one for `/status` and `/metrics`; None: these are not served."""
 
     def __init__(
         self, service: Service, keys: Mapping[str, str], *, samples: Samples | None = None,
-        poll_seconds: float = POLL_SECONDS,
+        poll_seconds: float = POLL_SECONDS, watched_by: tuple[str, str] | None = None,
     ) -> None:  # fmt: skip
         self._service, self._keys, self._samples, self._poll_seconds = service, dict(keys), samples, poll_seconds
+        self._watched_by = watched_by
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._service.limits.body_bytes)
@@ -88,6 +92,10 @@ class TinkerServer:
             app.router.add_post(PREFIX + path, self._answering(handler))
         app.router.add_get(PREFIX + "healthz", self._health)
         app.router.add_get("/health", self._health)
+        if self._watched_by is not None:
+            app.router.add_get("/status", self._watched(lambda run: web.json_response(self._status())))
+            app.router.add_get("/metrics", self._watched(
+                lambda run: web.Response(text=exposition(run, metrics_of(self._status()), {}))))  # fmt: skip
         app.router.add_get(PREFIX + "get_server_capabilities", self._answering(self._capabilities))
         app.router.add_post(PREFIX + "forward_backward", self._forward_backward)
         app.router.add_post(PREFIX + "retrieve_future", self._retrieve)
@@ -162,7 +170,8 @@ class TinkerServer:
                 raise UsageError(f"forward_backward is {request.content_type}, expected application/x-protobuf")
             proto = await request.read()
             asked = decode_forward(proto)
-            kept = {"proto": base64.b64encode(proto).decode()}
+            tokens = sum(len(datum.tokens) for datum in asked.data)
+            kept = {"proto": base64.b64encode(proto).decode(), "tokens": tokens}
             return _promise(await self._service.on_model(client, "forward_backward", asked.model, asked.seq, kept))
 
         return await self._answer(request, accept, {})
@@ -249,11 +258,52 @@ class TinkerServer:
     async def _health(self, _: web.Request) -> web.Response:
         return web.json_response({"status": "ok"})
 
+    def _watched(self, answer: Callable[[str], web.Response]) -> Callable[[web.Request], Awaitable[web.Response]]:
+        assert self._watched_by is not None, "else it has no route"
+        run, key = self._watched_by
+        expected = f"Bearer {key}".encode()
+
+        async def handle(request: web.Request) -> web.Response:
+            if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+                return _error(401, "the bearer key is missing or not that of the run")
+            return answer(run)
+
+        return handle
+
+    def _status(self) -> ServedStatus:
+        service = self._service
+        # Copies: the trainer's thread writes them.
+        calls = {kind: counts.copy() for kind, counts in tuple(service.counts.items())}
+        status = ServedStatus(
+            calls=calls, waiting=service.waiting(), models=service.models(), running=service.running
+        )  # fmt: skip
+        if self._samples is not None:
+            in_flight = {client: count for client, count in self._samples.in_flight.items() if count}
+            status.update(
+                samples=self._samples.ended, sampled_tokens=self._samples.tokens, samples_in_flight=in_flight
+            )
+        return status
+
     async def _no_route(self, request: web.Request) -> web.Response:
         async def refuse(client: str, body: Body) -> Body:
             raise Refused(404, f"{request.method} {request.path} is not served here")
 
         return await self._answer(request, refuse, {})
+
+
+def metrics_of(status: ServedStatus) -> dict[str, float]:
+    """For Prometheus; counters begin with the server's process."""
+    found: dict[str, float] = {}
+    for kind, counts in status.get("calls", {}).items():
+        for name, value in cast(Mapping[str, float], counts).items():
+            found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = float(value)
+    for name in ("waiting", "models", "samples_in_flight"):
+        for client, value in cast(Mapping[str, int], status.get(name) or {}).items():
+            found[f"served/{name}/{client}"] = value
+    if "samples" in status:
+        found["served/samples_total"] = status["samples"]
+        found["served/sampled_tokens_total"] = status.get("sampled_tokens", 0)
+    return found
 
 
 class _TryAgain(Exception):

@@ -13,15 +13,17 @@ import json
 import secrets
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rltool.engines.run_client import CallCounts
 from rltool.errors import UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.tasks import Background
 from rltool.tinker.calls import (
+    SHARED,
     adam_params,
     adapter_spec,
     checkpoint_name,
@@ -102,11 +104,12 @@ class Sampler:
 
 class Service:
     """trainer: driven from one thread at a time. snapshot_every: so many calls, at most, are carried out again after a
-    restart."""
+    restart. shared: a directory with checkpoints for all clients."""
 
     def __init__(
-        self, directory: Path, trainer: ServedTrainer, base_model: str, *, limits: Limits, snapshot_every: int = 100
-    ) -> None:
+        self, directory: Path, trainer: ServedTrainer, base_model: str, *, limits: Limits, snapshot_every: int = 100,
+        shared: Path | None = None,
+    ) -> None:  # fmt: skip
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
         self._journal = Journal(directory)
@@ -119,10 +122,15 @@ class Service:
         self._done: dict[str, int] = {}
         """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
+        self._shared, self._copying = shared, set[str]()
         self._deletions: list[Call] = []
         """Whose files may be there yet."""
         self._last_calls: dict[str, float] = {}
         self._started = time.time()
+        self.counts: dict[str, CallCounts] = {}
+        """By kind, of the calls that this process has carried out."""
+        self.running = ""
+        """The kind of call that the trainer carries out now."""
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
         self._tasks = Background()
@@ -250,7 +258,9 @@ class Service:
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
         await self.expire()
-        of_model, _ = parse_path(str(body.get("path")))
+        of_model, name = parse_path(str(body.get("path")))
+        if of_model == SHARED:
+            return await self._load_shared(client, name, body)
         self.demand_model(client, of_model)
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": "session_id" in body}
         if "session_id" not in body:
@@ -260,6 +270,44 @@ class Service:
         model = self._new_name(client, body)
         kept["lora_config"] = self._models[of_model].lora
         return await self._accept(client, "load_weights", model, f"create:{model}", kept)
+
+    async def _load_shared(self, client: str, name: str, body: dict[str, Any]) -> Call:
+        """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
+        model, seq = self.demand_model(client, body.get("model_id")), _integer(body.get("seq_id"), "seq_id")
+        copy = hashlib.sha256(f"{model}:{seq}".encode()).hexdigest()[:16]
+        kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": False, "copy": copy}
+        self._copying.add(copy)
+        try:
+            await asyncio.to_thread(self._copy_shared, name, self._checkpoint_directory(SHARED, copy))
+            return await self.on_model(client, "load_weights", model, seq, kept)
+        finally:
+            self._copying.discard(copy)
+
+    def _copy_shared(self, name: str, copy: Path) -> None:
+        source = None if self._shared is None else self._shared / name
+        if copy.exists():
+            return
+        if source is None or not source.is_dir():
+            where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
+            raise Refused(404, f"there is no checkpoint {checkpoint_path(SHARED, name)!r}: {where}")
+        partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
+        partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            shutil.copytree(source, partial)
+            partial.rename(copy)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise Refused(409, f"{source} could not be copied, so nothing was loaded: {error}") from error
+
+    def _remove_copies(self) -> None:
+        """Those that no call needs which the snapshot does not have."""
+        needed = {
+            call.body["copy"] for call in tuple(self._journal.calls)
+            if "copy" in call.body and call.number > self._done.get(call.model, -1)
+        }  # fmt: skip
+        for copy in (self._directory / "checkpoints" / SHARED).glob("*"):
+            if copy.name not in needed | self._copying and not copy.name.startswith("."):
+                shutil.rmtree(copy)
 
     # -- checkpoints
 
@@ -362,7 +410,8 @@ class Service:
             return
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
-        if kind == "load_weights":  # not earlier: a repeated call may be of a checkpoint that is deleted by now
+        # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
+        if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, *parse_path(body["path"]))
         own = [each for each in self._models.values() if each.client == client]
         if model not in self._models and len(own) >= self.limits.models:
@@ -450,11 +499,27 @@ class Service:
             async with self._news:
                 self._news.notify_all()
 
+    def waiting(self) -> dict[str, int]:
+        """By client, calls that the trainer has not begun."""
+        return {client: len(queue) for client, queue in tuple(self._waiting.items())}
+
+    def models(self) -> dict[str, int]:
+        """By client."""
+        return dict(Counter(each.client for each in tuple(self._models.values())))
+
     def _carry_out(self, call: Call) -> None:
+        counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
+        self.running, began = call.kind, time.perf_counter()
         try:
             result = perform(self._trainer, call, self._directory / "checkpoints", self._directory / "samplers")
+            counts["tokens"] += call.body.get("tokens", 0)
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
+            counts["failed"] += 1
+        finally:
+            self.running = ""
+            counts["calls"] += 1
+            counts["seconds"] += time.perf_counter() - began
         self._done[call.model] = call.number
         if call.number not in self._journal.results:
             self._journal.finish(call, result)
@@ -474,8 +539,11 @@ class Service:
             if other.name != name:
                 shutil.rmtree(other)
         self._remove_deleted()
+        self._remove_copies()
 
     def _recover(self) -> None:
+        for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
+            shutil.rmtree(begun)
         pointer = self._directory / "snapshot.json"
         if pointer.exists():
             held = json.loads(pointer.read_text(encoding="utf-8"))

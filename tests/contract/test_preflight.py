@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from dataclasses import replace
 
 import pytest
@@ -32,14 +31,9 @@ from rltool.training.checks.preflight import (
 from tests.contract.fakes.server import FakeServer
 from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
+from tests.e2e.engines import free_port
 
 REFUSE = 'engines.foreign_workers="refuse"'
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 @pytest.fixture

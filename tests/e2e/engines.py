@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,7 +13,7 @@ import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from rltool.engines.dialects.sglang import SglangDialect
 from rltool.engines.dialects.table import dialect
 from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.processes.ports import reserved_ports
 
 READY_SECONDS = 240.0
 """vLLM takes 11 s on an idle two-core machine; several test suites may share it."""
@@ -99,11 +98,8 @@ class RunningEngine:
 def free_port() -> int:
     """Outside of the range that connections get theirs from, so that it is free still when a server that imports for
     seconds binds it."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32000)
-        with socket.socket() as s, suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return port
+    with reserved_ports(1) as held:
+        return held.ports[0]
 
 
 def write_key(directory: Path, key: str | None) -> Path:

@@ -25,7 +25,7 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
     "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next",
-    "qwen3_5", "qwen3_5_moe",
+    "qwen3_5", "qwen3_5_moe", "qwen3_vl",
 )  # fmt: skip
 EXPERTS = (
     "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
@@ -41,6 +41,8 @@ FEW = (
 )  # fmt: skip
 """Of whom `make test` runs only some cases, and `make test-long` all: they differ from others in parts that others have
 as well."""
+VISION = dict(hidden_size=32, intermediate_size=48, num_heads=2, num_position_embeddings=16)
+"""Of a vision tower."""
 HEAD_DIM = 32
 """Where a family's head size is its own: not hidden_size / heads, and vLLM's smallest on the CPU."""
 
@@ -137,6 +139,14 @@ def hf_config(kind: str, tied: bool, **sizes):
         ),
         "qwen3_5": ("Qwen3_5TextConfig", delta | quarter | dict(head_dim=HEAD_DIM)),
         "qwen3_5_moe": ("Qwen3_5MoeTextConfig", delta | quarter | shared | dict(head_dim=HEAD_DIM)),
+        "qwen3_vl": (
+            "Qwen3VLTextConfig",
+            dict(
+                rope_parameters=dict(rope_type="default", rope_theta=5000.0, mrope_section=[6, 5, 5])
+                | dict(mrope_interleaved=True),
+                head_dim=HEAD_DIM,
+            ),
+        ),
         "glm4_moe": (
             "Glm4MoeConfig",
             experts
@@ -177,7 +187,16 @@ def hf_config(kind: str, tied: bool, **sizes):
         max_position_embeddings=256,
         tie_word_embeddings=tied,
     )
-    return getattr(transformers, name)(**common | special | sizes)
+    config = getattr(transformers, name)(**common | special | sizes)
+    if kind != "qwen3_vl":
+        return config
+    # Of which transformers has no language model with its head but in the whole. Three layers get features.
+    vision = VISION | dict(depth=4, deepstack_visual_indexes=[0, 1, 3], out_hidden_size=config.hidden_size)
+    ids = dict(image_token_id=VOCAB - 4, video_token_id=VOCAB - 3)
+    ids |= dict(vision_start_token_id=VOCAB - 2, vision_end_token_id=VOCAB - 1)
+    return transformers.Qwen3VLConfig(
+        text_config=config.to_dict(), vision_config=vision, tie_word_embeddings=tied, **ids
+    )
 
 
 def longrope(head_dim: int) -> dict[str, Any]:
@@ -190,19 +209,26 @@ def longrope(head_dim: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def definition_of(kind: str) -> FamilyDefinition:
-    """What the family's file says of itself."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def architecture_of(kind: str) -> str:
+    """As config.json names it."""
+    from transformers.models.auto import modeling_auto
 
     model_type = hf_config(kind, tied=False).model_type
-    return definition_for({"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]})[1]
+    known = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return known[model_type]
+
+
+def definition_of(kind: str) -> FamilyDefinition:
+    """What the family's file says of itself."""
+    return definition_for({"architectures": [architecture_of(kind)]})[1]
 
 
 def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    model = AutoModelForCausalLM.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
+    opens = AutoModelForImageTextToText if kind == "qwen3_vl" else AutoModelForCausalLM
+    model = opens.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
@@ -231,9 +257,7 @@ def save_with_tower(directory: Path, kind: str, text: Any = None) -> Path:
     import transformers
 
     text, name = text or hf_model(kind, tied=False), WITH_TOWER[kind]
-    vision = dict(depth=1, hidden_size=32, intermediate_size=48, num_heads=2)
-    vision |= dict(out_hidden_size=text.config.hidden_size)
-    vision |= dict(num_position_embeddings=16)
+    vision = VISION | dict(depth=1, out_hidden_size=text.config.hidden_size)
     config = getattr(transformers, f"{name}Config")(
         text_config=text.config.to_dict() | {"dtype": "bfloat16"}, vision_config=vision
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing as mp
 import os
-import socket
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import psutil
+
+from tests.e2e.engines import free_port
 
 DEADLINE = 120.0
 """Seconds for one case. A rank that raises leaves the others waiting in a collective: they are ended."""
@@ -34,12 +35,6 @@ class Place:
     rank: int
     world_size: int
     port: int
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _serve(pipe: Connection) -> None:

@@ -143,7 +143,9 @@ def every_layout(kind: str) -> list[tuple[int, dict[str, Any]]]:
 def on_disk(path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
-    return {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+    """The language model's."""
+    found = (item for file in path.glob("*.safetensors") for item in load_file(file).items())
+    return {name: t for name, t in found if not name.startswith("model.visual.")}
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -213,7 +215,8 @@ def test_a_models_parameters_are_counted_as_transformers_has_them(tmp_path, kind
     family = family_for({**read_hf_config(tmp_path), "architectures": [type(model).__name__]})
     biases = sum(buffer.numel() for name, buffer in model.named_buffers() if "correction_bias" in name)
     found = parameters_of(family)
-    assert found.total == sum(p.numel() for p in model.parameters()) + biases
+    language = [p for name, p in model.named_parameters() if not name.startswith("model.visual.")]
+    assert found.total == sum(p.numel() for p in language) + biases
     assert found.embedding == (1 if tied else 2) * VOCAB * 64
     assert (found.active < found.total) == (kind in EXPERTS)
 
@@ -345,3 +348,6 @@ def test_layout_that_a_family_cannot_have_is_refused_with_flag_and_number(tmp_pa
     config = {**read_hf_config(tmp_path), "architectures": [type(hf_model(kind, tied=False)).__name__]}
     with pytest.raises(UsageError, match=named):
         check_layout(family_for(config), ParallelLayout(**layout))
+    if kind == "qwen3_5":
+        with pytest.raises(UsageError, match="shared_prefixes is not implemented for a gated delta net"):
+            check_layout(family_for(config), ParallelLayout(), shared_prefixes=True)

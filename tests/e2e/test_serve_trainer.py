@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -75,10 +76,12 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Ite
         run = open_run("lab", create=False, root=job.runs)
         stack.callback(stop_run, run)
         port = free_port()
+        (root / "shared").mkdir()
         (root / "tiny").symlink_to(tiny_tied_dir)  # where clients that run in `root` find the tokenizer
         job.say(
             "serve-trainer", str(tiny_tied_dir), "--rollout-external", f"@{run.endpoints_file}", "--keys", str(keys),
-            "--port", str(port), "--lora-rank", "8", "--served-name", "tiny", "--set", "model.dtype=float32",
+            "--port", str(port), "--checkpoints", str(root / "shared"),
+            "--lora-rank", "8", "--served-name", "tiny", "--set", "model.dtype=float32",
             "--set", "trainer.torch_threads=1", "--set", "trainer.max_tokens_per_micro_batch=256", "--detach",
         )  # fmt: skip
         yield Served(job, run, f"http://127.0.0.1:{port}", keys)
@@ -107,7 +110,8 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
 
 def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(served, tmp_path):
     replay = write_job(tmp_path, served.job.model, None)
-    updates = served.result("alice", "own_loop", str(replay.root), "1", str(EXAMPLES), "1e-3")["updates"]
+    own = served.result("alice", "own_loop", str(replay.root), "1", str(EXAMPLES), "1e-3")
+    updates = own["updates"]
     assert len(updates) == 2
     for step, each in enumerate(updates):
         samples = []
@@ -131,6 +135,17 @@ def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(ser
         assert ours[0] == pytest.approx(theirs[0], rel=1e-6, abs=1e-6), name
         # The second is of the weights after the first; Adam has divided rounding of small gradients by their size.
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6), name
+    (served.job.root / "shared" / "trained").symlink_to(replay.runs / "replay" / "checkpoints" / "step_2")
+    paths = own["path"], "tinker://shared/weights/trained"
+    begun, by_client, by_train = served.result("alice", "both_states", *paths)["states"]
+    np.testing.assert_allclose(by_client, by_train, atol=EXACT)
+    assert np.abs(np.subtract(begun, by_client)).max() > 1e-3
+    model, _, name = own["path"].removeprefix("tinker://").split("/")
+    adapter = replay.root / "adapter"
+    served.job.say(
+        "convert-ckpt", str(served.run.path / "served" / "checkpoints" / model / name), str(adapter), "--to", "peft"
+    )
+    assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
     assert updates[0]["norm"] > 1e-3 and abs(updates[1]["loss"]) > 1e-4
 
 
@@ -164,7 +179,7 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
 
 def test_status_shows_the_server_and_engines_without_adapters_are_refused_at_start(served):
     said = served.job.say("status", "--run", "lab")
-    assert ROLE in said and served.url in said
+    assert ROLE in said and served.url in said and "calls done" in said
     refused = served.job.say(
         "serve-trainer", str(served.job.model), "--rollout-external", f"@{served.run.endpoints_file}", "--lora-rank",
         "16", "--run", "other", code=2,

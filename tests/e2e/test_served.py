@@ -43,11 +43,11 @@ def part(trainer, name, i):
     return flat(trainer.forward(name, data_of(seed, policy=name == "a"), loss, {}, backward=i % 4 != 3))
 
 
-def case_life(place, path, names, layout, calls=8):
+def case_life(place, path, names, layout, calls=8, specs=SPECS):
     """What each of the models gives, driven in turns."""
     with served(place, path, **layout) as trainer:
         for name in names:
-            trainer.create(name, SPECS.get(name), SEEDS[name])
+            trainer.create(name, specs.get(name), SEEDS[name])
         found = {name: [] for name in names}
         for i in range(calls):
             for name in names:
@@ -99,9 +99,10 @@ def test_gradients_of_several_calls_are_the_gradient_of_their_sum(ranks, dense):
 @pytest.mark.long
 def test_experts_and_their_parallelism(ranks, tmp_path):
     path = save_hf(tmp_path, "qwen3_moe", tied=False)
-    one = ranks.run(case_life, 1, path, ["a", "b"], {})[0]
+    specs = SPECS | {"b": AdapterSpec(4, 8.0, ("qkv", "experts"))}
+    one = ranks.run(case_life, 1, path, ["a", "b"], {}, 8, specs)[0]
     for layout in ({"ep": 2}, {"trainer": {"expert_products": "grouped"}}):
-        found = ranks.run(case_life, 2 if "ep" in layout else 1, path, ["a", "b"], layout)[0]
+        found = ranks.run(case_life, 2 if "ep" in layout else 1, path, ["a", "b"], layout, 8, specs)[0]
         for model in one:
             for first, second in zip(one[model], found[model], strict=True):
                 np.testing.assert_allclose(first, second, rtol=1e-4, atol=1e-4)

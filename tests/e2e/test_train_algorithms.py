@@ -186,11 +186,12 @@ def test_steered_weights_a_following_reference_and_chosen_tokens_resume_bit_equa
         "epochs_per_rollout=2", "algorithm.kl={kind='loss', coef=0.1, target=1e-6, reference_update_steps=1}",
         "algorithm.off_policy_mask_threshold=0.05", f"algorithm.entropy={entropy}",
     ]  # fmt: skip
-    whole = replay(job, "steered", sets=sets)
-    replay(job, "steered-halved", "--steps", "1", sets=sets)
-    assert replay(job, "steered-halved", "--resume", sets=sets) == whole
-    replay(job, "steered-two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
-    first, second = job.steps("steered")
+    run = "steered-bonus" if "bonus" in entropy else "steered-chosen"
+    whole = replay(job, run, sets=sets)
+    replay(job, f"{run}-halved", "--steps", "1", sets=sets)
+    assert replay(job, f"{run}-halved", "--resume", sets=sets) == whole
+    replay(job, f"{run}-two", sets=[*sets, "trainer.world_size=2", "trainer.cpus_per_rank=0.5"])
+    first, second = job.steps(run)
     assert first["train/kl_coef"] == 0.1 and second["train/kl_coef"] == pytest.approx(0.102)
     assert 0 < first["train/off_policy_masked_fraction"] < 1
     if "bonus" in entropy:
@@ -199,7 +200,7 @@ def test_steered_weights_a_following_reference_and_chosen_tokens_resume_bit_equa
     else:
         assert 0.4 < first["train/top_entropy_fraction"] < 0.6
         measured = "top_entropy_fraction"
-    for one, two in zip(job.steps("steered"), job.steps("steered-two"), strict=True):
+    for one, two in zip(job.steps(run), job.steps(f"{run}-two"), strict=True):
         for name in ("loss", "grad_norm", "kl", "kl_coef", measured):
             assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-4, abs=1e-6), name
 

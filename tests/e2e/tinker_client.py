@@ -3,6 +3,7 @@
 It is run by RLTOOL_CLIENTS_PYTHON, which has neither rltool nor torch.
 """
 
+import io
 import json
 import os
 import sys
@@ -256,9 +257,19 @@ def own_loop(_):
 
     example.update, example.PROMPTS, example.SAMPLES = recorded, 8, 4
     example.reward = lambda _, text: sum(each.islower() for each in text) / example.MAX_TOKENS
-    with redirect_stdout(sys.stderr):
+    with redirect_stdout(io.StringIO()) as said:
         example.main(example.Path(task), int(steps))
-    return {"updates": found}
+    return {"updates": found, "path": said.getvalue().split()[-1]}
+
+
+def both_states(service):
+    """Log-probabilities of the same data from two checkpoints."""
+    client = service.create_lora_training_client("tiny", rank=4).result()
+    found = [flat(client.forward(data_of(99), "cross_entropy").result())]
+    for path in sys.argv[4:]:
+        client.load_state_with_optimizer(path).result()
+        found.append(flat(client.forward(data_of(99), "cross_entropy").result()))
+    return {"states": found}
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+Tools = Sequence[Mapping[str, Any]]
+"""What the agent has declared, in OpenAI's form (`Conversation.tools`); empty: calls are text."""
+
 
 @dataclass(frozen=True)
 class Call:
@@ -21,26 +24,33 @@ class Parsed:
 
 
 class Parser(Protocol):
-    """One format."""
+    """One format. Of texts with all special tokens but the final stop token."""
 
-    def parse(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
-        """tools: whether the agent has declared any; reasoning_open: the prompt has begun the reasoning itself."""
+    def parse(self, text: str, *, tools: Tools, reasoning_open: bool) -> Parsed:
+        """reasoning_open: the prompt has begun the reasoning itself."""
         ...
 
-    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+    def certain(self, text: str, *, tools: Tools, reasoning_open: bool) -> str:
         """The beginning of a text that is still being written, as much of it as what follows cannot change: what
         `parse` finds in it is the beginning of what it will find in the whole."""
+        ...
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt, as the chat template wrote it, ends within the model's reasoning."""
         ...
 
 
 class Plain:
     """For models without a format: all is text."""
 
-    def parse(self, text: str, *, tools: bool, reasoning_open: bool) -> Parsed:
+    def parse(self, text: str, *, tools: Tools, reasoning_open: bool) -> Parsed:
         return Parsed(text)
 
-    def certain(self, text: str, *, tools: bool, reasoning_open: bool) -> str:
+    def certain(self, text: str, *, tools: Tools, reasoning_open: bool) -> str:
         return text
+
+    def opens_reasoning(self, prompt: str) -> bool:
+        return False
 
 
 def without_begun(text: str, marks: Sequence[str], start: int = 0) -> str:

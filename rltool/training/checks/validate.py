@@ -119,7 +119,9 @@ def check_model(config: TrainConfig) -> None:
             f"model.path: {config.model.path} is in MXFP4, and engines that serve it take no bfloat16 weights; "
             f"{AS_BFLOAT16}"
         )
-    check_layout(family, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+    check_layout(
+        family, trainer.layout, sequence_parallel=trainer.sequence_parallel, shared_prefixes=trainer.shared_prefixes
+    )
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if family.rotary.longest is not None and config.needs_engines and longest > family.rotary.longest:
         raise UsageError(
@@ -138,7 +140,9 @@ def check_model(config: TrainConfig) -> None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
         critic = check_critic(family, config.model.path, config.critic.path)
-        check_layout(critic, trainer.layout, sequence_parallel=trainer.sequence_parallel)
+        check_layout(
+            critic, trainer.layout, sequence_parallel=trainer.sequence_parallel, shared_prefixes=trainer.shared_prefixes
+        )
 
 
 def check_adapters(family: Family, lora: LoraConfig, *, alone: bool = False) -> None:
@@ -148,7 +152,7 @@ def check_adapters(family: Family, lora: LoraConfig, *, alone: bool = False) -> 
     if alone and any(each.base.expert is not None for each in adapted):
         raise UsageError(
             f'weights.lora_sync = "adapter": adapters of experts, which lora.targets gives {family.architecture}, are '
-            'not sent alone (no engine was seen to sample with them); leave them out, such as with lora.targets = '
+            "not sent alone (no engine was seen to sample with them); leave them out, such as with lora.targets = "
             '["qkv", "proj"], or leave weights.lora_sync at "merged"'
         )
     if lora.init is None:

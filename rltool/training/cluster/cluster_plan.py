@@ -116,9 +116,10 @@ class Engines:
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """trainer, memory: None where no layout fits. on_hosts: lines of who is where; idle: GPUs that nobody has. sync,
-    step: links by what they carry; training: seconds of a step's floating-point operations, with pipeline bubbles.
-    tokens: of a step; problems: why it cannot run; notes: what an engineer should know."""
+    """trainer, memory: None where no layout fits. on_hosts: (hosts, what they hold); idle: GPUs without a rank or an
+    engine. sync, step: links by what they carry, in bytes and seconds; training: seconds of a step's floating-point
+    operations, with pipeline bubbles. tokens: of a step; problems: why it cannot run; notes: what an engineer should
+    know."""
 
     cluster: Cluster
     trainer: TrainerConfig | None

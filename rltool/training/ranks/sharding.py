@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch, Wide
-from rltool.algorithms.schedule import plan_micro_batches
+from rltool.algorithms.prefixes import runs_of
+from rltool.algorithms.schedule import check_lengths, plan_micro_batches
 from rltool.config.train import TrainConfig
 from rltool.models.registry import family_for, read_hf_config
 
@@ -77,9 +78,30 @@ class Sharder:
 
     def shard(self, batch: TrainBatch) -> Shards:
         lengths = batch.lengths.tolist()
+        if self._trainer.shared_prefixes:
+            return self._by_prefixes(batch, lengths)
         costs = [self._cost.training_flops(length) for length in lengths] if self._cost is not None else None
         trainer = self._trainer
         plan = plan_micro_batches(
             lengths, max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.layout.dp, costs=costs
         )
         return Shards(batch, plan)
+
+    def _by_prefixes(self, batch: TrainBatch, lengths: list[int]) -> Shards:
+        """Samples that begin alike in one micro-batch, which is counted by its distinct tokens."""
+        trainer, most = self._trainer, self._trainer.micro_batch_tokens
+        check_lengths(lengths, most)
+        runs = runs_of(
+            batch.tokens,
+            batch.lengths,
+            max_tokens=most,
+            least=trainer.layout.dp,
+            cost_of=self._cost.training_flops if self._cost is not None else int,
+        )
+        plan = plan_micro_batches(
+            [run.tokens for run in runs],
+            max_tokens=most,
+            data_parallel=trainer.layout.dp,
+            costs=[run.cost for run in runs],
+        )
+        return Shards(batch, [[[i for run in micro for i in runs[run].rows] for micro in rank] for rank in plan])

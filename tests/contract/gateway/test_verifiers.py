@@ -145,6 +145,8 @@ def test_the_real_package_plays_with_its_tools_and_judges(real, gateway: Gateway
         worker.wait()
     assert (right, wrong) == (0.5, 0.0)
     assert isinstance(unjudged, AgentFailed) and "TaskError" in str(unjudged) and "nobody knows" in str(unjudged)
-    [sample] = samples_of(gateway.record(sessions[0]), Sample(0, 0, 0, [1]), result=right, max_tokens=4096)
+    record = gateway.record(sessions[0])
+    assert [turn["left_out"] for turn in record["turns"]] == ["", ""], record["turns"]
+    [sample] = samples_of(record, Sample(0, 0, 0, [1]), result=right, max_tokens=4096)
     assert stretches(sample, words) == [f"{CALL}<|im_end|>", "5<|im_end|>"]
     assert "<tool_response>\n5\n" in words.text(sample.response_ids)

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 import rltool.tinker.service as service_module
+from rltool.commands.tables import served_line
 from rltool.errors import UsageError
 from rltool.tinker.journal import Journal
 from rltool.tinker.samples import Samples
@@ -86,8 +88,8 @@ async def driven(service: Service, session: str | None) -> list[Any]:
         task.cancel()
     await asyncio.wait({running, living})
     for task in (running, living):
-        # What nobody asks for is logged when the task is collected; inside of ast.parse, in another file's test, that
-        # was a SystemError ("AST constructor recursion depth mismatch", Python 3.11).
+        # An exception that is not retrieved is logged when the task is collected; inside of ast.parse, in a test of
+        # another file, that was a SystemError ("AST constructor recursion depth mismatch", Python 3.11).
         _ = task.cancelled() or task.exception()
     for task in done:
         task.result()
@@ -368,10 +370,53 @@ def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_o
     asyncio.run(case())
 
 
+def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its_run_has_deleted_it(tmp_path):
+    async def case() -> None:
+        def begun() -> tuple[Service, PlainTrainer]:
+            trainer = PlainTrainer()
+            return Service(
+                tmp_path / "served", trainer, "base", limits=Limits(), snapshot_every=3, shared=tmp_path / "shared"
+            ), trainer  # fmt: skip
+
+        service, trainer = begun()
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        with pytest.raises(Refused, match=r"no checkpoint 'tinker://shared/weights/step_1': .*shared has none"):
+            await service.load_weights("a", {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1"})
+        given = PlainTrainer()
+        given.create("other", None, 7)
+        (tmp_path / "shared").mkdir()
+        given.save("other", tmp_path / "shared" / "step_1", optimizer=True)
+        body = {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1", "optimizer": True}
+        call = await service.load_weights("a", body)
+        assert (await service.result("a", call.number, 5) or {})["type"] == "load_weights"
+        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        shutil.rmtree(tmp_path / "shared")
+        copies = tmp_path / "served" / "checkpoints" / "shared"
+        (copies / ".half-copied").mkdir()  # by a server that was killed
+        service, trainer = begun()
+        running = asyncio.create_task(service.run())
+        assert await service.load_weights("a", body) == call  # a repetition
+        assert len(list(copies.iterdir())) == 1
+        [await service.result("a", (await forward(service, "a", model, seq)).number, 5) for seq in (2, 3, 4)]
+        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
+        running.cancel()
+        await asyncio.wait({running})
+        assert list(copies.iterdir()) == []  # a snapshot has what was loaded
+        service.close()
+
+    asyncio.run(case())
+
+
 def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
     service, _ = make(tmp_path)
     samples = Samples(Endless(), vocab_size=10, most=1)
-    server = TinkerServer(service, {"a": "tml-a"}, samples=samples, poll_seconds=0.01)
+    server = TinkerServer(
+        service, {"a": "tml-a"}, samples=samples, poll_seconds=0.01, watched_by=("lab", "the-run")
+    )
 
     async def scenario() -> None:
         async with TestClient(TestServer(server.app())) as http:
@@ -399,6 +444,49 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
             await samples.close()
 
     asyncio.run(scenario())
+
+
+def test_status_and_metrics_count_calls_models_and_samples_and_want_the_runs_key(tmp_path):
+    service, _ = make(tmp_path)
+    samples = Samples(Endless(), vocab_size=10, most=1)
+    server = TinkerServer(service, {"a": "tml-a"}, samples=samples, watched_by=("lab", "the-run"))
+
+    async def scenario() -> tuple[Any, str]:
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        model = f"{session}:train:0"
+        async with TestClient(TestServer(server.app())) as http:
+            proto = forward_proto(model, 1, tokens=[1, 2, 3], targets=[2, 3, 5])
+            head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
+            await service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "base"})
+            async with http.post(PREFIX + "forward_backward", data=proto, headers=head) as reply:
+                number = int((await reply.json())["request_id"])
+            assert "proto" in (await service.result("a", number, 5) or {})
+            await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "s"})
+            call = await service.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
+            assert "error" in (await service.result("a", call.number, 5) or {})
+            for key in ("Bearer tml-a", ""):
+                assert (await http.get("/status", headers={"Authorization": key})).status == 401
+            run = {"Authorization": "Bearer the-run"}
+            async with http.get("/status", headers=run) as reply:
+                status = await reply.json()
+            async with http.get("/metrics", headers=run) as reply:
+                metrics = await reply.text()
+        running.cancel()
+        await asyncio.wait({running})
+        return status, metrics
+
+    status, metrics = asyncio.run(scenario())
+    kinds = {kind: (counts["calls"], counts["failed"], counts["tokens"]) for kind, counts in status["calls"].items()}
+    assert kinds == {
+        "create_model": (1, 0, 0), "forward_backward": (1, 0, 3), "save_weights": (1, 0, 0), "optim_step": (1, 1, 0),
+    }  # fmt: skip
+    assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
+    assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
+    assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
+    assert 'rltool_served_models{run="lab",client="a"} 1' in metrics
+    said = served_line(status)
+    assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
 
 
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):

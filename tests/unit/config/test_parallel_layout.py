@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.parallel import ParallelLayout
-from rltool.config.sections import TrainerConfig
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
 
 
 def test_data_parallel_is_what_the_model_parallel_sizes_leave():
@@ -53,6 +55,18 @@ def test_the_trainers_configuration_has_one_layout():
     assert config.layout == ParallelLayout(16, tp=2, pp=2, cp=2, ep=4)
     with pytest.raises(ValueError, match="expert_parallel 3 does not divide"):
         TrainerConfig(world_size=4, expert_parallel=3)
+
+
+def test_shared_prefixes_refuse_what_cuts_a_sample_or_is_recorded_of_each():
+    TrainerConfig(world_size=4, tensor_parallel=2, pipeline_parallel=2, shared_prefixes=True)
+    with pytest.raises(ValueError, match="shared_prefixes computes a prefix once .* context_parallel"):
+        TrainerConfig(world_size=2, context_parallel=2, shared_prefixes=True)
+    with pytest.raises(ValueError, match=r"algorithm.routing_replay replays .* trainer.shared_prefixes"):
+        TrainConfig(
+            model=ModelConfig(path="model"),
+            trainer=TrainerConfig(shared_prefixes=True, max_tokens_per_micro_batch=8192),
+            algorithm=AlgorithmConfig(routing_replay=True),
+        )
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ if os.fork() == 0:
     os._exit(0)
 said = right.recv(100).decode()
 server.close()
-print(inode, said, flush=True)  # by now nobody listens
+print(inode, said, flush=True)  # the port is closed
 input()
 right.send(b".")
 os.wait()

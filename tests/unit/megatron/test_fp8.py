@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
@@ -14,17 +13,16 @@ from rltool.errors import UsageError
 from rltool.megatron.export_plan import full_plan
 from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_config
 from rltool.models.registry import family_for
-from tests.e2e.megatron_models import DELTA, KINDS, hf_config
+from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
 
 WIDE = {
     "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-REFUSED = ("gpt_oss", *DELTA)
+REFUSED = ("gpt_oss", "qwen3_vl", *DELTA)
 
 
 def family_of(kind, **sizes):
-    config = hf_config(kind, False, **sizes).to_dict()
-    return family_for({**config, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]})
+    return family_for({**hf_config(kind, False, **sizes).to_dict(), "architectures": [architecture_of(kind)]})
 
 
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 60), (1, 300)])
@@ -84,6 +82,7 @@ def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(k
         ("qwen3", WIDE | {"num_key_value_heads": 1}, "k_proj.*64 rows"),
         ("gpt_oss", WIDE, "one tensor of all experts"),
         ("qwen3_5", WIDE, "gated delta nets"),
+        ("qwen3_vl", WIDE, "beside a vision tower"),
     ],
 )
 def test_a_family_that_engines_cannot_hold_so_is_refused_by_name(kind, sizes, message):

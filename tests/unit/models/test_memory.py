@@ -99,7 +99,7 @@ def test_a_checkpoint_that_is_not_supported_is_an_answer_with_its_reason_and_exi
         main(["models", str(written(tmp_path, hf_config("Qwen2VLForConditionalGeneration")))])
     assert end.value.code == 1
     output = " ".join(capsys.readouterr().out.split())
-    assert output.startswith("no: unsupported architecture") and "Qwen2ForCausalLM" in output
+    assert output.startswith("no: unsupported architecture") and "Qwen3VLForConditionalGeneration" in output
     with pytest.raises(SystemExit) as end:
         main(["models", str(written(tmp_path, hf_config(use_sliding_window=True))), "--json"])
     assert end.value.code == 1

@@ -121,7 +121,7 @@ def test_longrope_divides_by_the_short_factors_and_scales_for_the_whole_context(
 @pytest.mark.parametrize(
     ("architecture", "nearest"),
     [
-        ("Qwen2VLForConditionalGeneration", "Qwen2ForCausalLM"),
+        ("Qwen2VLForConditionalGeneration", "Qwen3VLForConditionalGeneration"),
         ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
         ("MambaForCausalLM", None),
         ("For", None),
@@ -217,6 +217,7 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
         ("Qwen3NextForCausalLM", {"layer_types": ["linear_attention"]}, "layer_types"),
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
         ("Qwen3_5ForCausalLM", {"attention_bias": True}, "attention_bias"),
+        ("Qwen3VLForConditionalGeneration", {"attention_bias": True}, "attention_bias"),
         ("Qwen3_5ForConditionalGeneration", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -293,6 +294,21 @@ def test_a_model_with_a_tower_is_its_text_model_under_other_names():
     names = [name.replace("model.", "model.language_model.", 1) for name, _ in alone.hf_tensors()]
     assert [name for name, _ in beside.hf_tensors()] == names
     assert len(alone.rotary.inverse_frequencies) == 256 // 4 // 2
+
+
+def test_qwen3_vl_as_text_is_qwen3_with_its_own_default_of_rope_and_carries_the_tower():
+    text = {key: value for key, value in hf_config(rope_theta=None).items() if key != "architectures"}
+    rope = {"rope_type": "default", "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    architecture = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    found = family_for(architecture | {"text_config": {key: x for key, x in text.items() if x is not None}})
+    assert found.rotary.inverse_frequencies[1] == pytest.approx(5e5 ** (-2 / 128))
+    found = family_for(architecture | {"text_config": text | {"rope_theta": 5e6, "rope_scaling": rope}})
+    alone = family_for(hf_config("Qwen3ForCausalLM", rope_theta=5e6))
+    assert torch.equal(found.rotary.inverse_frequencies, alone.rotary.inverse_frequencies)
+    assert found.transformer == alone.transformer and not found.modalities
+    assert found.carried == ("model.visual.",) and alone.carried == ()
+    names = [name.replace("model.", "model.language_model.", 1) for name, _ in alone.hf_tensors()]
+    assert [name for name, _ in found.hf_tensors()] == names
 
 
 def test_rows_of_a_delta_nets_products_are_sorted_by_key_heads():

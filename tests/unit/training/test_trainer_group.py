@@ -11,6 +11,7 @@ from rltool.algorithms.batch import Wide, fetched
 from rltool.algorithms.contracts import example_batch
 from rltool.config.sections import ModelConfig, TrainerConfig
 from rltool.config.train import TrainConfig
+from rltool.errors import UsageError
 from rltool.megatron.offload import PARTS
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor
@@ -85,3 +86,26 @@ def test_ranks_that_have_room_beside_the_engines_move_nothing(stays, calls):
     actor._started = SimpleNamespace(trainer=model, critic=None)
     actor.offload(PARTS)
     assert model.calls == calls
+
+
+def test_samples_of_one_prompt_go_to_one_micro_batch_with_shared_prefixes():
+    """Four prompts of 30 tokens, samples of 4 more, mixed; two replicas."""
+    batch = example_batch()
+    rows = [torch.tensor([prompt] * 30 + [10 + number] * 4) for number in range(6) for prompt in range(4)]
+    total = len(rows) * 34
+    batch = type(batch)(
+        tokens=torch.cat(rows), lengths=torch.full((len(rows),), 34), loss_mask=torch.ones(total),
+        rewards=torch.zeros(len(rows)), group_ids=torch.zeros(len(rows), dtype=torch.int64),
+        loss_weights=torch.ones(total),
+    )  # fmt: skip
+    trainer = TrainerConfig(world_size=2, max_tokens_per_micro_batch=60, shared_prefixes=True)
+    sampling = {"max_prompt_tokens": 1, "max_response_tokens": 1}
+    plan = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=trainer, sampling=sampling)).shard(batch).plan
+    assert sorted(tuple(sorted(micro)) for rank in plan for micro in rank) == [
+        tuple(range(prompt, len(rows), 4)) for prompt in range(4)
+    ]
+    assert [len(rank) for rank in plan] == [2, 2]
+    short = trainer.model_copy(update={"max_tokens_per_micro_batch": 33})
+    sharder = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=short, sampling=sampling))
+    with pytest.raises(UsageError, match="sample 0 has 34 tokens, more than the 33 of a micro-batch"):
+        sharder.shard(batch)
