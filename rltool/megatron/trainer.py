@@ -31,6 +31,7 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
+from rltool.megatron.shards import OwnPart
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
 from rltool.megatron.trained import Setup, TrainedModel, first_of, in_row
@@ -380,6 +381,15 @@ class MegatronTrainer(TrainedModel):
         return hf_weights.export_weights(
             self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere
         )
+
+    def export_own(self, part: OwnPart) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+        """What lies on this rank of what `export_weights` would gather: no collective."""
+        local = global_names(self.gpt) if self.adapters is None else MergedWeights(self.gpt, self.adapters)
+        return part.tensors(local)
+
+    def own_bytes(self, part: OwnPart) -> int:
+        """What `export_own` holds at most beside the model."""
+        return part.copy_bytes + (0 if self.adapters is None else self.adapters.merging_bytes(self.dtype))
 
     def export_bytes(self, *, everywhere: bool = False, plan: ExportPlan | None = None) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""
