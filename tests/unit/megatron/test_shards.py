@@ -6,15 +6,15 @@ import pytest
 import torch
 
 from rltool.config.parallel import ParallelLayout
+from rltool.config.sections import LoraConfig
 from rltool.engines.transfer.shards import Box, plan_shards, sends_bytes
 from rltool.engines.transfer.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import adapter_plan, full_plan
-from rltool.megatron.fp8 import fp8_plan
 from rltool.megatron.shards import OwnPart, check_family, check_plan, held
 from rltool.models.base import Family
 from rltool.models.registry import family_for, supported_architectures
-from rltool.config.sections import LoraConfig
+from tests.export_plans import quantised
 
 LAYOUTS = {
     "tp 2": ParallelLayout(2, tp=2),
@@ -26,6 +26,8 @@ LAYOUTS = {
 }
 REFUSED = {
     "DeepseekV3ForCausalLM",
+    "Glm4ForCausalLM",
+    "Glm4MoeLiteForCausalLM",
     "GptOssForCausalLM",
     "Phi3ForCausalLM",
     "Qwen3NextForCausalLM",
@@ -70,7 +72,7 @@ def test_the_refusal_names_what_is_not_implemented():
         check_family(family_of("GptOssForCausalLM"))
     family = family_of("Qwen2ForCausalLM")
     with pytest.raises(UsageError, match="quantised engines"):
-        check_plan(fp8_plan(family))
+        check_plan(quantised(full_plan(family, torch.float32)))
     with pytest.raises(UsageError, match="adapters"):
         check_plan(adapter_plan(family, LoraConfig(rank=2), "base"))
 
