@@ -15,8 +15,9 @@ from typing import Any, Protocol, cast
 import torch
 
 from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
-from rltool.engines.plugin.shards import Boxes, StandIns, Uses, needs_of
+from rltool.engines.plugin.shards import Boxes, StandIns, needs_of, storage
 from rltool.engines.transfer import wire
+from rltool.engines.transfer.shards import Needs
 from rltool.engines.types import Bucket
 
 logger = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class Reload(Protocol):
     def waits(self, layer: torch.nn.Module) -> bool: ...
     def kernel_parameters(self, layer: torch.nn.Module) -> list[torch.Tensor]: ...
     def hold_back(self, model: torch.nn.Module) -> None: ...
+    def waiting(self, model: torch.nn.Module) -> list[torch.Tensor]: ...
     def check_copied(self, model: torch.nn.Module) -> None: ...
     def derive(self, model: torch.nn.Module, model_config: Any) -> None: ...
 
@@ -94,13 +96,14 @@ class Loader:
         self.load_named(model, wire.split_flat(flat, bucket))
         self._compare_complete(model)
 
-    def load_boxes(self, model: torch.nn.Module, bucket: Bucket, boxes: Boxes, uses: Uses) -> None:
-        """Of each tensor what this worker stores; uses: as `needs` gave them. Always through vLLM's reload."""
-        stand_ins = self._stand_ins = self._stand_ins or StandIns(uses)
+    def load_boxes(self, model: torch.nn.Module, bucket: Bucket, boxes: Boxes) -> None:
+        """Of each tensor what this worker stores. Always through vLLM's reload."""
+        stand_ins = self._stand_ins = self._stand_ins or StandIns()
         with stand_ins:
             self.load_named(model, [(meta.name, stand_ins.add(meta, boxes[meta.name])) for meta in bucket])
+        stand_ins.keep({storage(tensor) for tensor in self._reload.waiting(model)})
 
-    def needs(self, model: torch.nn.Module, buckets: Sequence[Bucket]) -> Uses:
+    def needs(self, model: torch.nn.Module, buckets: Sequence[Bucket]) -> Needs:
         """What the model's loaders store of these tensors; nothing changes. Raises NotACopy."""
 
         def load(name: str, tensor: torch.Tensor) -> None:

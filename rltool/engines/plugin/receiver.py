@@ -239,7 +239,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive(self, update_info: UpdateInfo) -> None:
         if self._shards is not None:
             for bucket in update_info.buckets():
-                self._loader.load_boxes(self.model, bucket, self._shards.receive_boxes(bucket), self._shards.uses)
+                self._loader.load_boxes(self.model, bucket, self._shards.receive_boxes(bucket))
             return
         if self._channel is None:
             raise WeightUpdateError("no transfer group is open: /init_weight_transfer_engine comes first")

@@ -191,6 +191,13 @@ def hold_back(model: torch.nn.Module) -> None:
             cast(Any, info).load_numel = -math.inf
 
 
+def waiting(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that were handed to loaders of layers which have not got all of theirs."""
+    infos = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
+    given = (value for info in infos for _, args in info.loaded_weights for value in args.arguments.values())
+    return [value for value in given if isinstance(value, torch.Tensor)]
+
+
 def waits(layer: torch.nn.Module) -> bool:
     """Whether the layer has not got all of its tensors, and stands on the meta device."""
     return get_layerwise_info(layer).can_load()

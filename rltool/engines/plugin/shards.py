@@ -7,9 +7,7 @@ is nothing here of how vLLM fuses, pads or replicates, and no worker has more of
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from rltool.engines.transfer import wire
 from rltool.engines.transfer.shards import (
     TENSORS,
     Box,
+    Needs,
     Sends,
     ShardError,
     box_of,
@@ -35,16 +34,14 @@ from rltool.engines.types import Bucket, TensorMeta
 
 Load = Callable[[str, torch.Tensor], None]
 """Hands one tensor to the model's loader, which during a reload stores nothing yet."""
-Uses = Counter[tuple[str, Box]]
-"""How often a loader copies out of each box of a tensor."""
 Boxes = Mapping[str, Mapping[Box, torch.Tensor]]
 
 
-def needs_of(buckets: Sequence[Bucket], load: Load) -> Uses:
+def needs_of(buckets: Sequence[Bucket], load: Load) -> Needs:
     """What the loaders copy. Nothing is stored. Raises NotACopy, with the tensor's name, where that is no box."""
-    uses: Uses = Counter()
+    needs: dict[str, list[Box]] = {}
     for meta in (meta for bucket in buckets for meta in bucket):
-        recorder = _Recorder(meta, uses)
+        recorder = _Recorder(meta)
         try:
             with recorder:
                 load(meta.name, recorder.stand_in)
@@ -52,82 +49,72 @@ def needs_of(buckets: Sequence[Bucket], load: Load) -> Uses:
             raise NotACopy(f"{meta.name}: {error}") from error
         except Exception as error:  # of a loader that asks a tensor without memory for its values
             raise NotACopy(f"{meta.name}: its loader does more than copy ({type(error).__name__}: {error})") from error
-    return uses
+        if recorder.boxes:
+            needs[meta.name] = list(recorder.boxes)
+    return needs
 
 
 class _Recorder(TorchDispatchMode):
-    def __init__(self, meta: TensorMeta, uses: Uses) -> None:
+    def __init__(self, meta: TensorMeta) -> None:
         super().__init__()
-        self.stand_in = _stand_in(meta)
-        self._meta, self._uses = meta, uses
+        self.stand_in, self._meta = stand_in_of(meta), meta
+        self.boxes: dict[Box, None] = {}  # in the order of the loader
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta:
-            if _storage(args[1]) != _storage(self.stand_in):
+            if storage(args[1]) != storage(self.stand_in):
                 raise NotACopy("its loader computes what it stores")
             box = box_of(self._meta.shape, args[1])
             if box is None:
                 raise NotACopy(f"its loader takes no block of it, but a view of {tuple(args[1].shape)}")
-            self._uses[self._meta.name, box] += 1
+            self.boxes[box] = None
             return args[0]
         return func(*args, **(kwargs or {}))
 
 
-@dataclass
-class _Loaded:
-    """A stand-in, and what came of its tensor: until the loaders have copied it as often as they do."""
-
-    meta: TensorMeta
-    tensor: torch.Tensor
-    boxes: dict[Box, torch.Tensor]
-    left: Uses = field(default_factory=Counter)
-
-
 class StandIns(TorchDispatchMode):
-    """Of one update: to be entered wherever loaders may run. uses: of the whole model."""
+    """Of one update: to be entered wherever loaders may run."""
 
-    def __init__(self, uses: Uses) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._uses = uses
-        self._loaded: dict[int, _Loaded] = {}  # by storage
+        self._came: dict[int, tuple[TensorMeta, torch.Tensor, Mapping[Box, torch.Tensor]]] = {}  # by storage
 
     def add(self, meta: TensorMeta, boxes: Mapping[Box, torch.Tensor]) -> torch.Tensor:
-        """What is handed to the loader."""
-        stand_in = _stand_in(meta)
-        left: Uses = Counter({(meta.name, box): self._uses[meta.name, box] for box in boxes})
-        self._loaded[_storage(stand_in)] = _Loaded(meta, stand_in, dict(boxes), left)
+        """What is handed to the loader; boxes: what has come of the tensor."""
+        stand_in = stand_in_of(meta)
+        self._came[storage(stand_in)] = meta, stand_in, boxes  # the stand-in too: a freed storage's number is reused
         return stand_in
+
+    def keep(self, storages: Collection[int]) -> None:
+        """What came is freed, but for the tensors whose stand-ins have these storages."""
+        self._came = {number: came for number, came in self._came.items() if number in storages}
 
     @property
     def held_bytes(self) -> int:
-        """Of what came and no loader has copied yet."""
-        return sum(box.nbytes for loaded in self._loaded.values() for box in loaded.boxes.values())
+        return sum(box.nbytes for _, _, boxes in self._came.values() for box in boxes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
-            loaded = self._loaded.get(_storage(args[1]))
-            if loaded is None:
-                raise NotACopy("a loader computes what it stores")
-            args = (args[0], _taken(loaded, args[1]), *args[2:])
+            args = (args[0], self._found(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
 
-
-def _taken(loaded: _Loaded, view: torch.Tensor) -> torch.Tensor:
-    box = box_of(loaded.meta.shape, view)
-    if box is None or box not in loaded.boxes:
-        raise NotACopy(f"{loaded.meta.name}: its loader takes another part than before")
-    found = loaded.boxes[box].reshape(view.shape)
-    loaded.left[loaded.meta.name, box] -= 1
-    if not loaded.left[loaded.meta.name, box]:
-        del loaded.boxes[box]
-    return found
+    def _found(self, view: torch.Tensor) -> torch.Tensor:
+        if (came := self._came.get(storage(view))) is None:
+            raise NotACopy("a loader computes what it stores")
+        meta, _, boxes = came
+        box = box_of(meta.shape, view)
+        if box is None or box not in boxes:
+            raise NotACopy(f"{meta.name}: its loader takes another part than when the engine joined")
+        return boxes[box].reshape(view.shape)
 
 
-def _stand_in(meta: TensorMeta) -> torch.Tensor:
+def stand_in_of(meta: TensorMeta) -> torch.Tensor:
+    """The tensor without memory."""
     return torch.empty(meta.shape, dtype=wire.dtype_of(meta.dtype), device="meta")
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
+    """The same for all views of a tensor."""
     return tensor.untyped_storage()._cdata
 
 
@@ -146,22 +133,19 @@ class ShardedGlooChannel:
             wire.open_group(address, port, rank, world_size, group, timeout_seconds, store=store)
             for (address, port), store in zip(stores, self._stores, strict=True)
         ]
-        self.uses: Uses = Counter()
-        self._needs: dict[str, list[Box]] = {}
+        self._needs: Needs = {}
         self._sends: list[Sends] = []
         self._numbers: dict[Bucket, int] = {}
 
-    def agree(self, needs_of: Callable[[Sequence[Bucket]], Uses]) -> None:
+    def agree(self, needs_of: Callable[[Sequence[Bucket]], Needs]) -> None:
         """With the ranks on what they send. Raises ChannelError, which they get as well."""
         buckets = parse_buckets(self._stores[0].get(TENSORS))
         try:
-            self.uses = needs_of(buckets)
+            self._needs = needs_of(buckets)
         except Exception as error:
             reason = f"weights.sharded: {error}"
             self._tell(needs_text({}, reason))
             raise ChannelError(reason) from error
-        for name, box in self.uses:
-            self._needs.setdefault(name, []).append(box)
         self._tell(needs_text(self._needs))
         try:
             self._sends = [parse_sends(store.get(sends_key(self._worker))) for store in self._stores]
@@ -185,7 +169,8 @@ class ShardedGlooChannel:
             try:
                 work.wait()
             except RuntimeError as error:
-                raise ChannelError(f"{flat.numel()} bytes from the trainer's rank {rank} did not come: {error}") from error
+                what = f"{flat.numel()} bytes from the trainer's rank {rank}"
+                raise ChannelError(f"{what} did not come: {error}") from error
             for piece, (name, tensor) in zip(pieces, wire.split_flat(flat, metas), strict=True):
                 need = self._needs[name][piece.need]
                 if piece.box == need:

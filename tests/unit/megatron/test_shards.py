@@ -102,7 +102,8 @@ def test_the_ranks_parts_make_every_tensor_once(architecture, layout):
         }
         made = dict(part.tensors(local))
         assert [meta for bucket in part.buckets for meta in bucket] == list(made)
-        assert {meta.name for meta in made} == {n for n, sources in boxes.items() if any(rank in s.ranks for s in sources)}
+        here = {name for name, sources in boxes.items() if any(rank in source.ranks for source in sources)}
+        assert {meta.name for meta in made} == here
         for meta, tensor in made.items():
             assert torch.equal(tensor, part.boxes[meta.name].of(whole[meta.name], Box.whole(whole[meta.name].shape)))
             assert any(rank in source.ranks and source.box == part.boxes[meta.name] for source in boxes[meta.name])
