@@ -325,8 +325,8 @@ class WeightsConfig(Config):
             others = {"staged": weights.staged, "delta": weights.delta}
             if weights.transport not in ("auto", "gloo"):
                 raise ValueError(
-                    f'sharded is not implemented for transport = "{weights.transport}": leave transport at "auto", which '
-                    'is gloo then, or leave sharded out'
+                    f'sharded is not implemented for transport = "{weights.transport}": leave transport at "auto", '
+                    "which is gloo then, or leave sharded out"
                 )
             for name, value in others.items():
                 if value:

@@ -19,6 +19,7 @@ from rltool.models.base import Family, Parameter
 from rltool.models.layout import owner_stage
 
 LEAVE_OUT = "leave weights.sharded out"
+QUANTISED = "weights.sharded is not implemented for quantised engines (engines.quantization)"
 
 
 def check_family(family: Family) -> None:
@@ -43,9 +44,9 @@ def check_family(family: Family) -> None:
 def check_plan(plan: ExportPlan) -> None:
     """UsageError for tensors that are not cut as the parameters are."""
     if plan.peft is not None:
-        raise UsageError(f'weights.sharded sends whole models, not adapters (weights.lora_sync = "adapter"): {LEAVE_OUT}')
+        raise UsageError(f"weights.sharded sends whole models, and adapters go by rank 0: {LEAVE_OUT}")
     if plan.quantization is not None or any(export.make is not Parameter.split for export in plan.exports):
-        raise UsageError(f"weights.sharded is not implemented for quantised engines (engines.quantization): {LEAVE_OUT}")
+        raise UsageError(f"{QUANTISED}: {LEAVE_OUT}")
 
 
 def cuts(parameter: Parameter, rank: int, size: int) -> list[Box]:

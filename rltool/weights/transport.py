@@ -29,8 +29,8 @@ Backend = Literal[
     "ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "gloo-sharded", "adapters"
 ]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
-nccl-delta: what changed alone, over these (weights.delta). gloo-sharded: from each rank what it holds (weights.sharded). adapters: a directory of peft's format, which the engine
-loads under a name."""
+nccl-delta: what changed alone, over these (weights.delta). gloo-sharded: from each rank what it holds
+(weights.sharded). adapters: a directory of peft's format, which the engine loads under a name."""
 
 
 class TransportError(EngineError):
@@ -56,8 +56,8 @@ class Rendezvous:
 
     address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; bucket_bytes: what the buckets are
     cut by; nccl_version: of the trainer's library; directory: for transports that leave files; handles: for each GPU of
-    the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none; stores: address and
-    port of the TCPStore of each rank that sends, by rank, where there are several.
+    the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none;
+    stores: address and port of the TCPStore of each rank that sends, by rank, where there are several.
     """
 
     transport: Backend
@@ -318,7 +318,8 @@ NO_DELTA = (
 )
 
 NO_SHARDS = (
-    "cannot be sent sharded weights (weights.sharded), which need a vLLM with rltool's plugin: leave weights.sharded out"
+    "cannot be sent sharded weights (weights.sharded), which need a vLLM with rltool's plugin: leave weights.sharded "
+    "out"
 )
 
 

@@ -7,6 +7,7 @@ On a CPU vLLM keeps packed copies of its matrices, of which it has no digests, s
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects.table import controls, inspects
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HttpRequest
-from tests.e2e.engines import serving_vllm
+from tests.e2e.engines import RunningEngine, serving_vllm
 from tests.e2e.megatron_models import make_trainer, save_hf
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -28,6 +29,7 @@ SECONDS = 60.0
 BUCKET_BYTES = 100_000
 PROMPT = [7, 3, 19, 40, 2, 2, 31, 5, 11, 23, 8, 40, 17, 6, 29, 1]
 GROUP = "test-sharded"
+INSPECTS = inspects("vllm", plugin=True)
 
 
 def ask(endpoint: EngineEndpoint, requests: list[HttpRequest]) -> list[Any]:
@@ -91,13 +93,13 @@ def sync_case(place, endpoint: EngineEndpoint, workers: int, path: Path, layout:
 
 
 def scores(endpoint: EngineEndpoint) -> tuple[float, ...]:
-    [reply] = ask(endpoint, [inspects("vllm").score(PROMPT)])
-    return inspects("vllm").parse_score(PROMPT, reply)
+    [reply] = ask(endpoint, [INSPECTS.score(PROMPT)])
+    return INSPECTS.parse_score(PROMPT, reply)
 
 
 def digests(endpoint: EngineEndpoint) -> dict[str, str]:
-    [reply] = ask(endpoint, [inspects("vllm").checksums()])
-    found = inspects("vllm").parse_checksums(reply)
+    [reply] = ask(endpoint, [INSPECTS.checksums()])
+    found = INSPECTS.parse_checksums(reply)
     assert found
     return found
 
@@ -138,20 +140,21 @@ def test_two_tensor_parallel_ranks_into_one_worker(ranks, vllm_engine_untied):
     compare(ranks, engine.endpoint, 1, engine.launch.model, 2, {"tp": 2})
 
 
+@pytest.fixture(scope="module")
+def of_two_workers(request, tmp_path_factory) -> Iterator[RunningEngine]:
+    """One vLLM of two workers at a time, with a model of this kind."""
+    path = save_hf(tmp_path_factory.mktemp(request.param) / "model", request.param, tied=False)
+    write_tiny_tokenizer(path)
+    with serving_vllm(path, path.parent, tp=2) as engine:
+        yield engine
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "kind, world_size, layout",
-    [
-        ("qwen2", 1, {}),
-        ("qwen2", 2, {"pp": 2}),
-        ("qwen2", 2, {"tp": 2}),
-        ("qwen2", 2, {}),
-        ("qwen3_moe", 2, {"ep": 2}),
-    ],
-    ids=["tp1", "pp2", "tp2", "dp2", "ep2"],
+    ("of_two_workers", "world_size", "layout"),
+    [("qwen2", 1, {}), ("qwen2", 2, {"pp": 2}), ("qwen2", 2, {"tp": 2}), ("qwen2", 2, {}), ("qwen3_moe", 2, {"ep": 2})],
+    ids=["one rank", "pp 2", "tp 2", "dp 2", "ep 2"],
+    indirect=["of_two_workers"],
 )
-def test_into_two_tensor_parallel_workers(ranks, kind, world_size, layout, tmp_path):
-    path = save_hf(tmp_path / "model", kind, tied=False)
-    write_tiny_tokenizer(path)
-    with serving_vllm(path, tmp_path, tp=2) as engine:
-        compare(ranks, engine.endpoint, 2, path, world_size, layout)
+def test_into_two_tensor_parallel_workers(ranks, of_two_workers, world_size, layout):
+    compare(ranks, of_two_workers.endpoint, 2, of_two_workers.launch.model, world_size, layout)

@@ -23,7 +23,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
-from rltool.megatron.shards import check_family
+from rltool.megatron.shards import LEAVE_OUT, QUANTISED, check_family
 from rltool.models.adapters import adapters_of
 from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
@@ -125,7 +125,7 @@ def check_model(config: TrainConfig) -> None:
     )
     if config.weights.sharded:
         if config.engines.quantization != "none":
-            raise UsageError("weights.sharded is not implemented for quantised engines (engines.quantization)")
+            raise UsageError(f"{QUANTISED}: {LEAVE_OUT}")
         check_family(family)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if family.rotary.longest is not None and config.needs_engines and longest > family.rotary.longest:
