@@ -80,7 +80,7 @@ def local_tensors(parameter: Parameter, shard: Tensor, rank: int, size: int) -> 
     return replace(parameter, hf=own, query_groups=groups).split(shard)
 
 
-def owners(parameter: Parameter, plan: ExportPlan, layout: ParallelLayout) -> list[tuple[int, ...]]:
+def owners(parameter: Parameter, plan: ExportPlan | Family, layout: ParallelLayout) -> list[tuple[int, ...]]:
     """The ranks that hold the same of it: one tuple for each tensor-parallel rank, or one of all where it is not
     cut."""
     stage = owner_stage(parameter, plan.num_layers, layout.pp)
