@@ -14,8 +14,17 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
-from rltool.engines.plugin.shards import Boxes, StandIns, needs_of, storage
+from rltool.engines.plugin.channels import Boxes
+from rltool.engines.plugin.replay import (
+    Copy,
+    NotACopy,
+    ReplayPlan,
+    StandIns,
+    needs_of,
+    record_plan,
+    storage,
+    stored_otherwise,
+)
 from rltool.engines.transfer import wire
 from rltool.engines.transfer.shards import Needs
 from rltool.engines.types import Bucket

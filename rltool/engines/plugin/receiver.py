@@ -25,12 +25,12 @@ from rltool.engines.plugin.channels import (
     GlooChannel,
     IpcChannel,
     NcclChannel,
+    ShardedGlooChannel,
     read_bucket_file,
     receive_bytes,
 )
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher, Prepare
-from rltool.engines.plugin.shards import ShardedGlooChannel
 from rltool.engines.transfer import ipc
 from rltool.engines.types import Bucket, TensorMeta
 

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from rltool.engines.plugin.replay import NotACopy
-from rltool.engines.plugin.shards import StandIns, needs_of, storage
+from rltool.engines.plugin.replay import NotACopy, StandIns, needs_of, storage
 from rltool.engines.transfer import shards, wire
 from rltool.engines.transfer.shards import Box, Held, ShardError, box_of, plan_shards
 from rltool.engines.types import TensorMeta

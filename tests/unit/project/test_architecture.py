@@ -255,7 +255,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
         shared = found.module.startswith(
-            tuple(f"rltool.engines.{part}" for part in ("transfer.wire", "transfer.nccl", "transfer.fp8", "delta"))
+            tuple(f"rltool.engines.{part}" for part in ("transfer.wire", "transfer.nccl", "transfer.fp8", "transfer.shards", "delta"))
         )
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
@@ -308,6 +308,7 @@ def test_the_plugin_needs_nothing_of_the_trainer():
         "rltool.engines.plugin",
         "rltool.engines.transfer.wire",
         "rltool.engines.transfer.nccl",
+        "rltool.engines.transfer.shards",
         "rltool.engines.delta",
     )
     assert {module for module in found if not module.startswith(shared)} <= allowed

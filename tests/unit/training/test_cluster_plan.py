@@ -88,8 +88,8 @@ def test_rank_0_sends_a_copy_to_each_engine(transport, copies):
 
 
 def test_sharded_each_host_of_ranks_sends_its_part_and_a_host_of_engines_gets_one_copy_of_each():
-    sets = "engines.groups=[{count = 4, tp = 2}]", "weights.sharded=true", "trainer.tensor_parallel=2"
-    plan = plan_of("30B-A3B", *sets, "trainer.world_size=16", hosts=3, trainer_hosts=2)
+    sets = "engines.groups=[{count = 4, tp = 2}]", "weights.sharded=true", "trainer.sequence_parallel=true"
+    plan = plan_of("30B-A3B", *sets, "trainer.tensor_parallel=2", "trainer.world_size=16", hosts=3, trainer_hosts=2)
     weights = 2 * parameters_of(family_of("30B-A3B")).total
     out, into = plan.sync
     # Two hosts of ranks that hold the same, or half of the experts each: half of four copies.
