@@ -141,20 +141,22 @@ def test_two_tensor_parallel_ranks_into_one_worker(ranks, vllm_engine_untied):
 
 
 @pytest.fixture(scope="module")
-def of_two_workers(request, tmp_path_factory) -> Iterator[RunningEngine]:
-    """One vLLM of two workers at a time, with a model of this kind."""
-    path = save_hf(tmp_path_factory.mktemp(request.param) / "model", request.param, tied=False)
-    write_tiny_tokenizer(path)
-    with serving_vllm(path, path.parent, tp=2) as engine:
+def two_workers(tiny_untied_dir: Path, tmp_path_factory) -> Iterator[RunningEngine]:
+    with serving_vllm(tiny_untied_dir, tmp_path_factory.mktemp("dense"), tp=2) as engine:
         yield engine
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("of_two_workers", "world_size", "layout"),
-    [("qwen2", 1, {}), ("qwen2", 2, {"pp": 2}), ("qwen2", 2, {"tp": 2}), ("qwen2", 2, {}), ("qwen3_moe", 2, {"ep": 2})],
-    ids=["one rank", "pp 2", "tp 2", "dp 2", "ep 2"],
-    indirect=["of_two_workers"],
+    ("world_size", "layout"), [(1, {}), (2, {"pp": 2}), (2, {"tp": 2}), (2, {})], ids=["one", "pp2", "tp2", "dp2"]
 )
-def test_into_two_tensor_parallel_workers(ranks, of_two_workers, world_size, layout):
-    compare(ranks, of_two_workers.endpoint, 2, of_two_workers.launch.model, world_size, layout)
+def test_into_two_tensor_parallel_workers(ranks, two_workers, world_size, layout):
+    compare(ranks, two_workers.endpoint, 2, two_workers.launch.model, world_size, layout)
+
+
+@pytest.mark.long
+def test_two_ranks_with_half_of_the_experts_each_into_two_workers(ranks, tmp_path):
+    path = save_hf(tmp_path / "model", "qwen3_moe", tied=False)
+    write_tiny_tokenizer(path)
+    with serving_vllm(path, tmp_path, tp=2) as engine:
+        compare(ranks, engine.endpoint, 2, path, 2, {"ep": 2})

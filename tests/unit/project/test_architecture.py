@@ -119,9 +119,10 @@ IMPORTS_NOTHING_HEAVY = (
 
 TORCH_ALONE = (
     "engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/transfer/fp8.py",
-    "engines/delta/",
+    "engines/transfer/shards.py", "engines/delta/",
 )  # fmt: skip
 """What trainer and plugin share; it needs torch."""
+WITH_TORCH = ("wire", "nccl", "fp8", "shards")
 
 
 class Import(NamedTuple):
@@ -255,7 +256,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
         shared = found.module.startswith(
-            tuple(f"rltool.engines.{part}" for part in ("transfer.wire", "transfer.nccl", "transfer.fp8", "transfer.shards", "delta"))
+            tuple(f"rltool.engines.{part}" for part in (*(f"transfer.{name}" for name in WITH_TORCH), "delta"))
         )
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
