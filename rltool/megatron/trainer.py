@@ -21,7 +21,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
-from rltool.megatron.export_plan import ExportPlan, adapter_plan, full_plan
+from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -382,7 +382,7 @@ class MegatronTrainer(TrainedModel):
             self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere
         )
 
-    def export_own(self, part: OwnPart) -> Iterator[tuple[TensorMeta, Tensor | None]]:
+    def export_own(self, part: OwnPart) -> Stream:
         """What lies on this rank of what `export_weights` would gather: no collective."""
         local = global_names(self.gpt) if self.adapters is None else MergedWeights(self.gpt, self.adapters)
         return part.tensors(local)

@@ -70,7 +70,7 @@ class Rendezvous:
     nccl_version: int = 0
     directory: str | None = None
     handles: dict[str, str] = field(default_factory=dict)
-    stores: dict[int, tuple[str, int]] = field(default_factory=dict)
+    stores: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

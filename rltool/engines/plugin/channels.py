@@ -182,7 +182,7 @@ class ShardedGlooChannel:
             if pieces := sends[number]:
                 metas = shards.message_metas(pieces, dtypes)
                 flat = torch.empty(wire.bucket_bytes(metas), dtype=torch.uint8)
-                arriving.append((rank, pieces, metas, flat, group.recv([flat], 0, 0)))
+                arriving.append((rank, pieces, metas, flat, wire.receive(group, flat)))
         for rank, pieces, metas, flat, work in arriving:
             try:
                 work.wait()

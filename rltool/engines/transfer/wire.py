@@ -58,6 +58,7 @@ from torch.distributed import (
     ProcessGroupGloo,
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    Work,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from rltool.engines.types import Bucket, TensorMeta
@@ -227,6 +228,11 @@ def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     group.broadcast([flat], options).wait()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
+
+
+def receive(group: ProcessGroupGloo, flat: torch.Tensor) -> Work:
+    """One message from rank 0 (tag 0), into `flat`; to be waited for."""
+    return group.recv([flat], 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
 
 
 def local_address(host: str, port: int) -> str:

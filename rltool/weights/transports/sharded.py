@@ -48,8 +48,7 @@ class ShardedGlooSender(SenderTransport):
         self._group: Any = None
         self._aborted: str | None = None
         self._sends: list[shards.Sends] = []  # of each worker
-        self._largest = 0
-        self.sent_bytes = 0
+        self._largest = self._sent = 0
 
     @property
     def memory(self) -> Memory:
@@ -59,7 +58,7 @@ class ShardedGlooSender(SenderTransport):
         options = self._options
         address, self._store = host_rendezvous(self._receiver.url, options.config, options.deadline)
         self._store.set(shards.TENSORS, shards.buckets_text(self._part.whole_buckets))
-        world_size, meeting = 1 + self._receiver.world_size, {self._part.rank: (address, self._store.port)}
+        world_size, meeting = 1 + self._receiver.world_size, {str(self._part.rank): (address, self._store.port)}
         return Rendezvous("gloo-sharded", world_size, options.group, address, self._store.port, stores=meeting)
 
     def join(self, seconds: float) -> None:
@@ -84,7 +83,7 @@ class ShardedGlooSender(SenderTransport):
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
-        self.sent_bytes = self._largest = 0
+        self.sent_bytes = self._sent = self._largest = 0
 
     def send(self, bucket: Bucket, flat: Tensor) -> _Messages:
         if self._aborted is not None:
@@ -103,7 +102,7 @@ class ShardedGlooSender(SenderTransport):
             works.append(self._group.send([message], 1 + worker, 0))
             messages.append(message)
         size = sum(message.numel() for message in messages)
-        self.sent_bytes += size
+        self.sent_bytes = self._sent = self._sent + size
         self._largest = max(self._largest, size)
         return _Messages(works, messages)
 
@@ -123,7 +122,7 @@ class ShardedGlooControl(vllm.VllmControl):
         return [
             vllm.init_request(
                 transport="gloo-sharded",
-                stores=[list(rendezvous.stores[rank]) for rank in sorted(rendezvous.stores)],
+                stores=[list(rendezvous.stores[rank]) for rank in sorted(rendezvous.stores, key=int)],
                 rank_offset=rank_offset,
                 world_size=rendezvous.world_size,
                 group=rendezvous.group,

@@ -59,6 +59,7 @@ OWNERS = {
         "engines/plugin": "what runs inside a vLLM server",
         "engines/transfer/wire.py": "the wire contract, which trainer and plugin share",
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
+        "engines/transfer/shards.py": "the plan of sharded transfers, which trainer and plugin share",
         "engines/transfer/fp8.py": "the format of quantised weights, which trainer and plugin share",
         "engines/transfer/nccl.py": "communicators, which trainer and plugin share",
         "engines/transfer/ipc.py": "memory that the trainer shares with the plugin",
