@@ -368,12 +368,11 @@ def test_vllm_is_announced_buckets_as_messages_and_joins_the_group_of_whole_weig
 
 def test_sharded_weights_go_over_gloo_to_rltools_plugin_and_others_are_refused_by_name():
     config = WeightsConfig(sharded=True)
-    ours = EngineInfo("vllm", "m", weight_backend="rltool", plugin=True)
-    assert choose(ours, config, "cpu") == choose(ours, config, "cuda") == "gloo-sharded"
+    assert choose(info(), config, "cpu") == choose(info(), config, "cuda") == "gloo-sharded"
     with pytest.raises(UsageError, match=r"weights\.sharded.*need a vLLM with rltool's plugin"):
-        choose(EngineInfo("sglang", "m"), config, "cpu")
+        choose(info(dialect="sglang", plugin=False), config, "cpu")
     with pytest.raises(UsageError, match="cannot be sent sharded weights: its backend is 'nccl'"):
-        choose(EngineInfo("vllm", "m", weight_backend="nccl"), config, "cuda")
+        choose(info(weight_backend="nccl", plugin=False), config, "cuda")
 
 
 @pytest.mark.parametrize(
