@@ -98,6 +98,10 @@ class ContractViolation(RltoolError):
     """A user's function does not keep the contract of its extension point; the text lists every violation."""
 
 
+class PicturesDiffer(RltoolError):
+    """An engine made something else of a prompt's pictures than the trainer: what it sampled is not trained on."""
+
+
 class UnknownEngine(RltoolError):
     """The run has no engine of this URL."""
 

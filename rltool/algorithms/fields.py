@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast, dataclass_transfo
 if TYPE_CHECKING:  # processes that have samples and nothing else, as those of rewards, do without torch
     from torch import Tensor
 
+    from rltool.algorithms.batch import Ragged
+
 CODES = {"B": "uint8", "h": "int16", "i": "int32", "q": "int64", "f": "float32", "d": "float64"}
 """array's type codes, which are numpy's characters too, and torch's names of the same types."""
 LARGEST = {"uint8": 2**8 - 1, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
@@ -44,7 +46,8 @@ class Held:
     numbers; empty: the sample has none.
 
     what: the field in messages. code, wider: as in Column.
-    over: the tokens that have a value: those of the response, or of prompt and response; the others get Field.fill.
+    over: the tokens that have a value: those of the response, or of prompt and response; the others get Field.fill. Of
+        a ragged field "prompt": it is there before the response, and stays without it.
     comes: "appended": each completion brings the values of its own tokens, and the environment's tokens get Field.fill;
         "newest": each completion brings those of all tokens so far; "later": set once the response is there.
     counted: rows differ in length: NAME_ids has the numbers and NAME_counts how many each token has. In a batch they
@@ -54,13 +57,18 @@ class Held:
     what: str
     code: str | None = None
     wider: str | None = None
-    over: Literal["response", "sequence"] = "response"
+    over: Literal["response", "sequence", "prompt"] = "response"
     comes: Literal["appended", "newest", "later"] = "later"
     counted: bool = False
 
     def __post_init__(self) -> None:
         if self.comes != "later" and (self.comes == "newest") != (self.over == "sequence"):
             raise ValueError(f"{self.what}: what is appended is of the response, what is the newest of the sequence")
+
+    @property
+    def outlives(self) -> bool:
+        """Whether a sample that forgets its response keeps it."""
+        return self.over == "prompt"
 
     def columns(self, name: str) -> tuple[Column, ...]:
         if self.counted:
@@ -262,6 +270,11 @@ class BatchFields(LossFields):
     token, and what an environment appended behind the last reply. Those of a sample's newest request, which has
     computed everything before its own tokens, after a weight sync with the newer weights: of one forward pass, by the
     weights that are closest to those in training. None unless they are replayed."""
+    picture_places: Ragged | None = ragged("int64", held=Held("places of pictures", "q", over="prompt"))
+    """Ragged int64, four numbers for each picture of the sample, in order (models.pictures.Place). None: no sample has
+    a picture."""
+    picture_files: Ragged | None = ragged("uint8", wide=True)
+    """Ragged uint8, the files of a sample's pictures, one after the other."""
     token_rewards: Tensor | None = token(cut="driver")
     """Rewards of single tokens beside `rewards`: the KL penalty; 0 where the policy did not sample the token."""
     target_ids: Tensor | None = token("int64")

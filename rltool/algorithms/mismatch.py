@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from rltool.algorithms.kl import k3
@@ -52,6 +53,19 @@ def logprob_difference(trainer: Tensor, engine: Tensor, selection: Tensor) -> Lo
     return LogprobDifference(
         float(difference.mean()), float(difference.max()), float(k3(theirs, ours).mean()), len(ours)
     )
+
+
+def most_different_sample(
+    trainer: Tensor, engine: Tensor, selection: Tensor, lengths: Tensor
+) -> tuple[int, float]:
+    """(number, mean |trainer - engine| over its selected tokens) of the sample where that is the largest; NaN is larger
+    than any. trainer, engine, selection: [T] as for `logprob_difference`; lengths: [N]."""
+    chosen = (selection > 0).double()
+    difference = torch.where(chosen > 0, (trainer - engine).abs().double(), 0.0)
+    sample = torch.arange(len(lengths)).repeat_interleave(lengths)
+    total, count = (x.new_zeros(len(lengths)).index_add(0, sample, x) for x in (difference, chosen))
+    means = (total / count.clamp(min=1)).nan_to_num(nan=math.inf)
+    return int(means.argmax()), float(means.max())
 
 
 def off_policy_metrics(trainer: Tensor, engine: Tensor, loss_mask: Tensor) -> dict[str, float]:

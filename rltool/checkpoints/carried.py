@@ -14,7 +14,7 @@ import torch
 from rltool.models.hf_directory import HFTensors
 from rltool.models.mxfp4 import unquantized
 from rltool.models.tensor_files import write_tensor_file
-from rltool.models.weight_files import INDEX, SINGLE
+from rltool.models.weight_files import CARRIED, files_with_carried
 
 PATTERNS = (
     "config.json",
@@ -55,10 +55,6 @@ def carry(
     return [path.name for path in files]
 
 
-TENSORS = "carried.safetensors"
-"""In a torch_dist directory: the tensors that are not of the model (`Family.carried`)."""
-
-
 class CarriedTensors:
     """Of a model directory, those whose names begin with one of `beginnings`."""
 
@@ -85,10 +81,8 @@ class CarriedTensors:
 
 @contextmanager
 def carried_tensors(source: Path, beginnings: tuple[str, ...]) -> Iterator[CarriedTensors]:
-    """source: a Hugging Face directory, or one of ours that may hold `TENSORS`."""
-    is_hf = any((source / name).is_file() for name in (INDEX, SINGLE))
-    files = None if is_hf and beginnings else [path for path in (source / TENSORS,) if path.is_file()]
-    with HFTensors(source, files) as tensors:
+    """source: a Hugging Face directory, or one of ours that may hold `CARRIED`."""
+    with HFTensors(source, files_with_carried(source) if beginnings else ()) as tensors:
         yield CarriedTensors(tensors, beginnings)
 
 
@@ -96,4 +90,4 @@ def carry_tensors(source: Path, target: Path, beginnings: tuple[str, ...]) -> No
     """Into a torch_dist directory, where there are any."""
     with carried_tensors(source, beginnings) as carried:
         if carried.layout:
-            carried.write(target / TENSORS)
+            carried.write(target / CARRIED)

@@ -57,6 +57,9 @@ class DataConfig(Config):
     multimodal_keys: dict[Modality, str] = {"image": "images", "video": "videos", "audio": "audios"}
     """Kind of input -> its column: a list of paths, URLs or base64 text. Kept in the sample's multimodal_inputs, as is
     what stands in the parts of messages; {}: no column holds any."""
+    media_root: Path | None = None
+    """Directory that paths of images are relative to, and outside of which none is read; None: the working
+    directory."""
     prompt_template: Annotated[str | None, AfterValidator(_has_a_place)] = None
     """Text around each prompt that is text, `{prompt}` where it stands: an instruction, for example."""
     apply_chat_template: bool | None = None

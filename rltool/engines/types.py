@@ -94,6 +94,14 @@ class RoutedExperts:
         return self.choices + array(code, [UNROUTED[code]]) * missing
 
 
+class Picture(NamedTuple):
+    """Of a prompt. at: index of the first of its `tokens` placeholders; url: data URL of its file."""
+
+    at: int
+    tokens: int
+    url: str
+
+
 CONTROL_REPLY_BYTES = 16 * 1024 * 1024
 """More than any answer to a control call, a probe or a question to a driver has: a server that sends more is none of
 ours, and shall not fill the memory of who asked."""
@@ -109,7 +117,8 @@ class GenerateRequest:
     fixed length. continues: the last tokens of prompt_ids, this many, begin the response; not sent to engines. routing:
     the model's, where completions are to have routed_experts. session: requests of one conversation, which share
     prefixes, have an equal one, and go to one engine where that can be; "": of none. adapter: the name of the adapter
-    that all of its tokens are sampled with, "": the model alone."""
+    that all of its tokens are sampled with, "": the model alone. pictures: of the prompt, in order; an engine that puts
+    other tokens in the place of one has failed."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
@@ -120,6 +129,16 @@ class GenerateRequest:
     routing: Routing | None = None
     session: str = ""
     adapter: str = ""
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def unexpanded(self) -> list[int]:
+        """prompt_ids with one placeholder for each picture, for an engine to expand."""
+        found, end = list[int](), 0
+        for picture in self.pictures:
+            found += self.prompt_ids[end : picture.at + 1]
+            end = picture.at + picture.tokens
+        return [*found, *self.prompt_ids[end:]]
 
     @property
     def reply_bytes(self) -> int:

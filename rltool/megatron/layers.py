@@ -99,7 +99,8 @@ def with_scaled_bias(config: Any, output: Tensor, bias: Tensor, scale: Tensor) -
 
 
 class RotaryPositions(torch.nn.Module):
-    """Cosines and sines of the rotary embedding at each token's own position, for packed rows: [T, 1, 1, d].
+    """Cosines and sines of the rotary embedding at each token's own position, or three of them, for packed rows:
+    [T, 1, 1, d].
 
     See `kernels.rotate`. Once for all layers and heads. The interface is that of Megatron's RotaryEmbedding: it is
     asked for a length, which is passed to `forward`; here that "length" is the [T] positions themselves.
@@ -108,7 +109,7 @@ class RotaryPositions(torch.nn.Module):
     def __init__(self, rotary: Rotary, device: torch.device) -> None:
         super().__init__()
         self.inv_freq, self.scale = rotary.inverse_frequencies.to(device), rotary.scale
-        self.longest = rotary.longest
+        self.longest, self.axes = rotary.longest, rotary.axes.to(device)
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Tensor:
         packed = kwargs.get("packed_seq_params", args[4] if len(args) > 4 else None)
@@ -122,7 +123,9 @@ class RotaryPositions(torch.nn.Module):
         return packed.positions
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
-        angles = torch.outer(positions.to(self.inv_freq.dtype), self.inv_freq)
+        """positions: [T], or [T, 3] of a row with pictures."""
+        at = positions[:, None] if positions.dim() == 1 else positions[:, self.axes]
+        angles = at.to(self.inv_freq.dtype) * self.inv_freq
         turn = torch.cat((angles.cos(), angles.sin()), dim=-1)[:, None, None, :]
         return turn if self.scale == 1.0 else turn * self.scale
 

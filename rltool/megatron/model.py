@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -183,6 +184,8 @@ def build_model(
     if family.attention.norm_whole:
         # With it Megatron would sum the gradients of these norms over tensor-parallel ranks, which it takes for copies.
         config.qk_layernorm = False
+    if family.pictures is not None:
+        add_deep_features(model, family.pictures.deep)
     setattr(model, LAYERS_DIFFER, family.attention.delta is not None)
     _mark_sharded(model, family)
     model.to(device)
@@ -293,10 +296,31 @@ def forward(model: torch.nn.Module, tokens: Tensor, packed: PackedSequences) -> 
 
     Last stage: logits [T, padded vocabulary / tp]; else hidden states [T, 1, hidden].
     """
+    gpt, given = unwrap(model), {}
+    if packed.pictures is not None and gpt.pre_process:
+        embedded = gpt.embedding(input_ids=tokens[None], position_ids=packed.positions[None])
+        given = {"decoder_input": packed.pictures.placed(embedded)}
     output = model(
-        input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed
-    )
-    return output.squeeze(0) if unwrap(model).post_process else output
+        input_ids=tokens[None], position_ids=packed.positions[None], attention_mask=None, packed_seq_params=packed,
+        **given,
+    )  # fmt: skip
+    return output.squeeze(0) if gpt.post_process else output
+
+
+def add_deep_features(model: GPTModel, layers: int) -> None:
+    """From now on the first layers, this many of the whole model, add features of pictures to their output."""
+
+    def hook(_module: Any, _inputs: Any, options: dict[str, Any], output: Any, number: int) -> Any:
+        placed = options["packed_seq_params"].pictures
+        if placed is None:
+            return output
+        hidden, *rest = output
+        return (placed.added(hidden, number), *rest)
+
+    for layer in model.decoder.layers:
+        number = cast(Any, layer).layer_number - 1
+        if number < layers:
+            layer.register_forward_hook(partial(hook, number=number), with_kwargs=True)
 
 
 def output_hidden_states(model: GPTModel) -> None:

@@ -50,11 +50,29 @@ def cut(lengths: Tensor, device: torch.device, size: int = CHUNK) -> Chunks:
     return Chunks(size, to_device(slots, device), tuple(counts.tolist()))
 
 
+@dataclass(frozen=True)
+class PlacedFeatures:
+    """rows: [P] int64, tokens of this rank's part of the row (under sequence parallelism of its part of that) that are
+    of pictures; features: [P, hidden] each, on the device: in the place of the embedding, then what the first layers
+    add."""
+
+    rows: Tensor
+    features: tuple[Tensor, ...]
+
+    def placed(self, embedded: Tensor) -> Tensor:
+        """embedded: [T, 1, hidden]. The embedding of a placeholder gets no gradient."""
+        return embedded.index_copy(0, self.rows, self.features[0].unsqueeze(1).to(embedded.dtype))
+
+    def added(self, hidden: Tensor, layer: int) -> Tensor:
+        """hidden: [T, 1, hidden], of this layer."""
+        return hidden.index_add(0, self.rows, self.features[1 + layer].unsqueeze(1).to(hidden.dtype))
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """The layout of the T packed tokens that this rank holds; travels through Megatron as its `packed_seq_params`.
 
-    positions: [T] position of each token in its sequence
+    positions: [T] position of each token in its sequence; [T, 3] of a row with pictures (models/pictures.py)
     gather: [blocks * longest] token index of each slot of the padded layout (padding points at token 0); None when all
         blocks have one length, where packed and padded are the same memory
     slots: [T] slot of each token; None likewise
@@ -67,6 +85,7 @@ class PackedSequences(PackedSeqParams):
     blocks: (queries, keys) of each block where sequences share what they begin with; None where they do not. `keys`
         are then indices into the T, and `place` has one place for several tokens of the row
     chunks, starts: what a gated delta net derives of `cu_seqlens_q`, once for all layers (`delta_net`)
+    pictures: features in the places of pictures, on ranks that read them
     inputs: [T, ...] by name, on the device, what the model reads of each token beside it: fields of the batch that are
         cut so (algorithms/fields.py)
 
@@ -86,6 +105,7 @@ class PackedSequences(PackedSeqParams):
     blocks: list[tuple[int, int]] | None = None
     chunks: Chunks | None = None
     starts: Tensor | None = None
+    pictures: PlacedFeatures | None = None
     inputs: dict[str, Tensor] = field(default_factory=dict)
 
     def take(self, row: Tensor) -> Tensor:

@@ -10,9 +10,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,12 +28,14 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import OptimizerConfig, TrainerConfig
+from rltool.errors import UsageError
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.micro_batch import MicroBatch, prepare
 from rltool.megatron.model import forward, global_names
 from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
+from rltool.megatron.pictures import VisionTower, place_pictures
 from rltool.megatron.router_bias import RouterBiases
 from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
 from rltool.models.base import Family
@@ -94,6 +96,18 @@ class TrainedModel(ABC):
     def inputs(self) -> Collection[str]:
         """The fields of a batch that this model reads beside its tokens."""
         return ()
+
+    @cached_property
+    def tower(self) -> VisionTower | None:
+        """Of pictures, made with the first one; None: this rank's layers read no features."""
+        pictures, layers = self.family.pictures, [cast(Any, layer) for layer in self.gpt.decoder.layers]
+        if pictures is None or not (self.gpt.pre_process or layers[0].layer_number <= pictures.deep):
+            return None
+        return VisionTower(self.tower_path(), self.family, self.dtype, self.runtime.device)
+
+    def tower_path(self) -> Path:
+        """The directory of the tower. UsageError for a model that takes text alone."""
+        raise UsageError(f"{type(self).__name__} takes text alone, and samples have pictures")
 
     @property
     def coordinates(self) -> Coordinates:
@@ -195,10 +209,14 @@ class TrainedModel(ABC):
     def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
         at, device, inputs = self.coordinates, self.runtime.device, self.inputs()
         cut, shared = self.config.sequence_parallel, self.config.shared_prefixes
-        return [
+        prepared = [
             prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs, shared=shared)
             for batch in micro_batches
         ]
+        for micro in prepared:
+            if micro.batch.picture_places is not None:
+                place_pictures(micro.batch, micro.packed, self.family, at, self.tower, sequence_parallel=cut)
+        return prepared
 
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
         """[H, hidden]: the states that predict those of micro.rows which fall to this rank.

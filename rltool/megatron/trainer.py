@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -124,6 +125,10 @@ class MegatronTrainer(TrainedModel):
     def inputs(self) -> Collection[str]:
         """The experts that the engines chose, where the policy is to replay them."""
         return (REPLAYED,) if self._replays else ()
+
+    def tower_path(self) -> Path:
+        """Frozen: that of the model which the run began with."""
+        return self.model_path
 
     def weights_changed(self, *, initial: bool = False) -> None:
         """As for every model; initial weights also become the reference, where the loss has one."""
@@ -378,9 +383,7 @@ class MegatronTrainer(TrainedModel):
         """What `adapter_plan` names; otherwise as `export_weights`."""
         assert self.adapters is not None and self.adapter_plan is not None
         held = {parameter.name: tensor for parameter, tensor in self.adapters.held()}
-        return hf_weights.export_weights(
-            self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere
-        )
+        return hf_weights.export_weights(self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere)
 
     def export_own(self, part: OwnPart) -> Stream:
         """What lies on this rank of what `export_weights` would gather: no collective."""

@@ -255,6 +255,8 @@ class Rotary:
 
     inverse_frequencies: [size / 2] float32, scaling applied; a head's dimensions from `size` on are not turned
     scale: of cosines and sines (YaRN)
+    sections: of a model that sees pictures, whose tokens have three positions (time, row, column), how many frequencies
+        turn by each; see `axes`. None: one position
     sliding: of the layers with a sliding window; None: the same
     longest: tokens of a sequence at most; None: any number
     """
@@ -263,6 +265,32 @@ class Rotary:
     scale: float = 1.0
     sliding: Rotary | None = None
     longest: int | None = None
+    sections: tuple[int, int, int] | None = None
+
+    @property
+    def axes(self) -> Tensor:
+        """[size / 2] int64, which of a token's three positions turns each frequency: interleaved, so that each axis has
+        fast and slow ones (Qwen3-VL, arXiv 2511.21631, section 2.1; transformers' apply_interleaved_mrope)."""
+        found = torch.zeros(len(self.inverse_frequencies), dtype=torch.int64)
+        for axis, count in enumerate(self.sections or ()):
+            if axis:
+                found[axis : 3 * count : 3] = axis
+        return found
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How a model takes pictures. A tower makes features of each, which stand in the places of placeholders.
+
+    token: id of a placeholder; patch: pixels of a side of what the tower reads at once; merge: patches of a side that
+        become one token; deep: so many of the first layers get further features added to their output (DeepStack, Meng
+        et al. 2024, arXiv 2406.04334, section 3)
+    """
+
+    token: int
+    patch: int
+    merge: int
+    deep: int
 
 
 @dataclass(frozen=True)
@@ -305,7 +333,7 @@ class Family:
     prefix: how the names of HF tensors begin, but for the head's
     carried: beginnings of the names of tensors that a checkpoint may hold beside the model's. They are neither trained
     nor sent to engines; conversion and export hand them on bit by bit
-    modalities: kinds of input beside text ("image", "video", "audio") that the trainer computes for this model
+    pictures: of a model whose pictures the trainer computes
     own: import path of a user's definition that it was built by
     """
 
@@ -322,7 +350,7 @@ class Family:
     norms: Literal["pre", "post", "sandwich"] = "pre"
     prefix: str = "model."
     carried: tuple[str, ...] = ()
-    modalities: frozenset[str] = frozenset()
+    pictures: Pictures | None = None
     own: str | None = None
     _by_name: dict[str, Parameter] = field(init=False, repr=False)
 
@@ -334,6 +362,11 @@ class Family:
         if self.tied_embeddings and name == HEAD:
             name = EMBEDDING
         return self._by_name[name]
+
+    @property
+    def modalities(self) -> frozenset[str]:
+        """Kinds of input beside text ("image", "video", "audio") that the trainer computes for this model."""
+        return frozenset(() if self.pictures is None else ("image",))
 
     @property
     def num_layers(self) -> int:

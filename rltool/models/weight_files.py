@@ -17,6 +17,8 @@ TOKENIZERS = ("tokenizer*", "vocab*", "*.tiktoken", "*.model", "*.spm", "tekken.
 """Names of the files that a tokenizer is read from. tokenizer_config.json may be enough: of bytes, or of own code."""
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CARRIED = "carried.safetensors"
+"""In a torch_dist directory: the tensors that are not of the model (`Family.carried`)."""
 _LARGEST_HEADER = 100_000_000
 """The format's own limit."""
 
@@ -43,6 +45,13 @@ def weight_files(directory: Path) -> list[Path]:
         f"{directory} has neither {SINGLE} nor {INDEX}; other weight formats are not read "
         "(save the model with transformers' save_pretrained, which writes safetensors)"
     )
+
+
+def files_with_carried(directory: Path) -> list[Path]:
+    """Those of a Hugging Face directory, or of one of ours, that may hold tensors which are not of the model."""
+    if any((directory / name).is_file() for name in (INDEX, SINGLE)):
+        return weight_files(directory)
+    return [path for path in (directory / CARRIED,) if path.is_file()]
 
 
 def check_weight_files(directory: Path) -> None:

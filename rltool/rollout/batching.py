@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from rltool.algorithms.batch import Put, Rows, TrainBatch, Wide, joined
-from rltool.algorithms.fields import CODES, Field, Held, held_fields
+from rltool.algorithms.fields import CODES, Field, Held, fields_of, held_fields
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import TrainingStopped, UsageError
 from rltool.rollout.data import Prompt
+from rltool.rollout.pictures import files_of
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
 from rltool.rollout.turns import turn_tensors
@@ -163,7 +164,21 @@ def _columns(samples: Sequence[Sample], put: Put | None) -> dict[str, Any]:
             wide[name] = rows
         else:
             found[name] = joined(rows, lengths, item)
+    if any(sample.picture_places for sample in samples):
+        found |= picture_files([sample.multimodal_inputs for sample in samples], lengths, wide if put else None)
     return found | {"wide": (Wide.of(wide, put),)} if wide and put is not None else found
+
+
+def picture_files(
+    inputs: Sequence[Mapping[str, list[str]]], lengths: Sequence[int], wide: dict[str, list[Rows]] | None = None
+) -> dict[str, Any]:
+    """TrainBatch.picture_files of samples with these multimodal_inputs, by name; wide: where they are put instead."""
+    name = "picture_files"
+    rows = [np.frombuffer(files_of(own), np.uint8) for own in inputs]
+    if wide is None:
+        return {name: joined(rows, lengths, fields_of(TrainBatch)[name])}
+    wide[name] = rows
+    return {}
 
 
 def _ragged(samples: Sequence[Sample], name: str, item: Field, _held: Held) -> list[Rows] | None:
@@ -333,4 +348,13 @@ def supervised_batch(prompts: Sequence[Prompt], targets: Mapping[int, list[int]]
         rewards=torch.zeros(len(rows)),
         group_ids=torch.arange(len(rows)),
         loss_weights=loss_mask.clone(),
+        **_pictures(prompts, lengths.tolist()),
     )
+
+
+def _pictures(prompts: Sequence[Prompt], lengths: list[int]) -> dict[str, Any]:
+    if not any(prompt.picture_places for prompt in prompts):
+        return {}
+    places = [np.asarray(prompt.picture_places, np.int64) for prompt in prompts]
+    found = {"picture_places": joined(places, lengths, fields_of(TrainBatch)["picture_places"])}
+    return found | picture_files([prompt.multimodal_inputs for prompt in prompts], lengths)

@@ -17,10 +17,11 @@ import aiohttp
 from rltool.config.import_path import load_callable
 from rltool.config.own_functions import named_async
 from rltool.config.rollout import DeadlinesConfig, RolloutConfig
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams
+from rltool.engines.types import Completion, GenerateRequest, Picture, SamplingParams
 from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
 from rltool.processes.tasks import all_of
 from rltool.rollout.data import Prompt
+from rltool.rollout.pictures import for_engine
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
 from rltool.rollout.serving.model_clients import ModelClient, Models
@@ -133,6 +134,7 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
             request_id=uuid.uuid4().hex,
             n=len(group),
             seed=first.seed,
+            pictures=_pictures(first),
         )
         for sample, completion in zip(group, await _ask(first, request, context), strict=True):
             sample.append_response_tokens(completion)
@@ -142,7 +144,9 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
 
 
 async def _generate_one(sample: Sample, context: GenerateContext) -> None:
-    request = GenerateRequest(tuple(sample.prompt_ids), context.sampling, uuid.uuid4().hex, seed=sample.seed)
+    request = GenerateRequest(
+        tuple(sample.prompt_ids), context.sampling, uuid.uuid4().hex, seed=sample.seed, pictures=_pictures(sample)
+    )
     [completion] = await _ask(sample, request, context)
     sample.append_response_tokens(completion)
 
@@ -173,6 +177,7 @@ async def continue_response(sample: Sample, context: GenerateContext) -> None:
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
             continues=len(sample.response_ids),
             session=sample.session,
+            pictures=_pictures(sample),
         )
         [completion] = await _ask(sample, request, context)
         sample.append_response_tokens(completion)
@@ -188,6 +193,10 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
         for completion in completions:
             _check_versions(sample, completion)
     return completions
+
+
+def _pictures(sample: Sample) -> tuple[Picture, ...]:
+    return for_engine(sample.multimodal_inputs, sample.picture_places) if sample.picture_places else ()
 
 
 def check_prompt(sample: Sample, vocab_size: int) -> None:

@@ -12,6 +12,7 @@ which `GroupLedger.check` asserts. A checkpoint counts groups in hand, running a
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ def new_samples(group_id: int, prompt: Prompt, *, count: int, run_seed: int) -> 
     for every repetition of a prompt.
     """
     seed = hash31("group", run_seed, group_id)
-    return [
+    samples = [
         Sample(
             group_id=group_id,
             index=i,
@@ -101,6 +102,9 @@ def new_samples(group_id: int, prompt: Prompt, *, count: int, run_seed: int) -> 
         )
         for i in range(count)
     ]
+    for sample in samples:
+        sample.picture_places = array("q", prompt.picture_places)
+    return samples
 
 
 class IllegalMove(RuntimeError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from rltool.algorithms.fields import CODES, Field, Held, Record, held_fields, holds_columns, record, sample_columns
+from rltool.algorithms.fields import CODES, Field, Held, Record, held_fields, holds_columns, record
 from rltool.engines.types import Completion, Drafts, VersionSpan
 
 
@@ -156,8 +156,9 @@ class Sample(Record):
         self.response_ids, self.response_mask, self.response_logprobs, self.versions = [], [], [], []
         self.status, self.episode_reward, self.turn_rewards = SampleStatus.PENDING, None, []
         self.baseline_reward, self.train_metadata = None, {}
-        for column in sample_columns().values():
-            setattr(self, column.name, column.empty())
+        for name, (_, held) in held_fields().items():
+            for column in () if held.outlives else held.columns(name):
+                setattr(self, column.name, column.empty())
         self.cached_tokens = self.drafts = self.tool_seconds = None
 
     def fail(self, reason: str) -> None:

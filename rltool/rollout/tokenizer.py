@@ -6,10 +6,13 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rltool.errors import UsageError
 from rltool.models.weight_files import check_tokenizer_files, no_tokenizer
+
+if TYPE_CHECKING:  # which needs torch
+    from rltool.rollout.pictures import PictureReader
 
 
 class TemplateFailed(UsageError):
@@ -27,10 +30,14 @@ class Tokenizer:
     configured ones. vocab_size: rows of the model's embedding (config.json), so ids below it are safe to send; the
     tokenizer's own length where there is no config.json.
     eos_id: the token that supervised targets end with; None if the tokenizer has none.
+    pictures: reads those of prompts; None: they are not read.
     """
 
-    def __init__(self, hf_tokenizer: Any, *, stop_ids: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self, hf_tokenizer: Any, *, stop_ids: Iterable[int], vocab_size: int, pictures: PictureReader | None = None
+    ) -> None:
         self._hf = hf_tokenizer
+        self.pictures = pictures
         self.eos_id: int | None = hf_tokenizer.eos_token_id
         self.stop_ids = tuple(sorted(set(stop_ids)))
         self.vocab_size = vocab_size
@@ -140,6 +147,7 @@ class Tokenizer:
 def load_tokenizer(
     model_dir: Path, *, stop_token_ids: Iterable[int] = (), chat_template: Path | None = None,
     trust_remote_code: bool = False, allowed_by: str = "model.trust_remote_code = true",
+    pictures: PictureReader | None = None,
 ) -> Tokenizer:  # fmt: skip
     """The tokenizer in a Hugging Face directory (or a converted one, which carries it along).
 
@@ -176,7 +184,7 @@ def load_tokenizer(
     if hf_tokenizer.eos_token_id is not None:
         stop_ids.add(hf_tokenizer.eos_token_id)
     vocab_size = _read_json(model_dir / "config.json").get("vocab_size") or len(hf_tokenizer)
-    return Tokenizer(hf_tokenizer, stop_ids=stop_ids, vocab_size=vocab_size)
+    return Tokenizer(hf_tokenizer, stop_ids=stop_ids, vocab_size=vocab_size, pictures=pictures)
 
 
 def _own_code(model_dir: Path) -> str | None:

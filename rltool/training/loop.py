@@ -25,6 +25,7 @@ from rltool.training.advantages import (
     with_old_logprobs,
     with_stale_tokens_masked,
 )
+from rltool.training.checks.modalities import check_each_sample
 from rltool.training.checks.routing_replay import check_has_routing
 from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
 from rltool.training.observe.metrics import MetricsWriter, step_line
@@ -371,6 +372,8 @@ class Loop:
                 "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
                 "another precision or at another temperature."
             )
+        if self.stops_on_difference and batch.picture_places is not None:
+            check_each_sample(batch, logprobs, selection, limit)
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)
 
     # -- bookkeeping

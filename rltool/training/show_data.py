@@ -7,17 +7,14 @@ from collections.abc import Iterator
 
 from rltool.config.train import TrainConfig
 from rltool.rollout.data import Prompt, data_summary, load_prompts
-from rltool.rollout.tokenizer import load_tokenizer
+from rltool.training.checks.modalities import run_tokenizer
 from rltool.training.manager.inputs import load_train_prompts
 
 
 def describe_data(config: TrainConfig, *, show: int) -> Iterator[str]:
     """Lines: what was read and left out, then the first `show` prompts in the order in which a run draws them.
     UsageError for what is wrong with the data."""
-    tokenizer = load_tokenizer(
-        config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )  # fmt: skip
+    tokenizer = run_tokenizer(config)
     train, source = load_train_prompts(config, tokenizer)
     evals = {
         name: load_prompts([held_out], tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens)

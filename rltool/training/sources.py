@@ -28,7 +28,7 @@ from rltool.rollout.sample import Sample
 from rltool.rollout.snapshot import SourceState
 from rltool.rollout.synthetic import synthetic_samples
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training.checks.modalities import check_samples, training_refusal
+from rltool.training.checks.modalities import check_samples, run_tokenizer, training_refusal
 
 
 @dataclass(frozen=True)
@@ -166,12 +166,7 @@ class SupervisedData:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
-        tokenizer = load_tokenizer(
-            config.model.path,
-            stop_token_ids=config.sampling.stop_token_ids,
-            chat_template=config.data.chat_template,
-            trust_remote_code=config.model.trust_remote_code,
-        )
+        tokenizer = run_tokenizer(config)
         loaded = load_prompts(
             config.data.train, tokenizer, config.data, max_prompt_tokens=config.sampling.max_prompt_tokens,
             refusal=partial(training_refusal, config),

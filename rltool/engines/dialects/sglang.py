@@ -32,6 +32,7 @@ from rltool.engines.dialects.sglang_launch import SglangLaunching
 from rltool.engines.dialects.supported import has
 from rltool.engines.types import (
     SEED_MODULUS,
+    TEXT_ALONE,
     Completion,
     Drafts,
     EngineCounters,
@@ -109,6 +110,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             raise UsageError(
                 "SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids"
             )
+        if request.pictures:
+            raise UsageError(f"rltool sends pictures to vLLM's engines directly: SGLang, and a router, {TEXT_ALONE}")
         if sampling.return_sampling_mask:
             raise UsageError("SGLang and sglang-router do not return the tokens that top_p and top_k leave")
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.

@@ -49,6 +49,7 @@ KV_TRANSFER = {
 weight sync waits for caches whose requests it has aborted: with vLLM's 30 s it took 37."""
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+MEDIA_LIMIT = "--limit-mm-per-prompt"
 LENGTH_FLAGS = ("--hf-overrides", "--hf_overrides", "--rope-scaling", "--rope-parameters")
 """With one of these the longest sequence may be another than that of config.json."""
 
@@ -99,11 +100,13 @@ class VllmLaunching(Launches):
         argv += ["--tensor-parallel-size", str(launch.tp), "--seed", str(launch.seed)]
         argv += ["--disable-uvicorn-access-log", "--middleware", MIDDLEWARE]
         argv += classification.vllm_flags(launch) if launch.task == "classify" else _generation_flags(launch)
+        config = _config(launch)
+        if "video_token_id" in config and not any(flag.startswith(MEDIA_LIMIT) for flag in launch.extra_args):
+            argv += [MEDIA_LIMIT, json.dumps({"video": 0})]  # which it would try out at its start, at full length
         if launch.role in ("prefill", "decode"):  # each can do both: a value check asks it alone
             argv += ["--kv-transfer-config", json.dumps(KV_TRANSFER)]
         dtype, max_model_len = launch.dtype, launch.max_model_len
         if launch.device == "cpu":
-            config = _cpu_config(launch)
             # vLLM multiplies matrices in FP8 with 16 bits alone.
             dtype = dtype or ("float32" if launch.quantization is None else "bfloat16")
             max_model_len = max_model_len or _cpu_max_model_len(config)
@@ -213,7 +216,7 @@ def lora_rank(rank: int) -> int:
     return next((known for known in LORA_RANKS if known >= rank), rank)
 
 
-def _cpu_config(launch: EngineLaunch) -> Mapping[str, Any]:
+def _config(launch: EngineLaunch) -> Mapping[str, Any]:
     try:
         return json_object(json.loads((launch.model / "config.json").read_text()))
     except (OSError, ValueError):

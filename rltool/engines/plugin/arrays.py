@@ -2,7 +2,7 @@
 stop_reason, weight_versions, sampling_mask}], usage}, where token_ids and logprobs are rltool.engines.arrays, as are
 ids and counts of sampling_mask (rltool.engines.dialects.sampling_mask), which is there where alternatives were asked
 for; routed_experts is there, as on vLLM's own route, where the server returns them; speculative_decoding, of each
-choice, where it has --per-request-spec-decode-metrics.
+choice, where it has --per-request-spec-decode-metrics; prompt_token_ids where return_token_ids asked for them.
 
 vLLM builds two pydantic objects and a dictionary for every token, in the one process that also feeds the engine.
 Everything but the reply stays vLLM's: its checks of the request, its errors, and the abort when the client leaves.
@@ -110,6 +110,8 @@ class ArrayServing(ServingTokens):
             "choices": [array_choice(output, with_mask=alternatives) for output in final.outputs],
             "usage": usage,
         }
+        if request.return_token_ids:  # of a prompt with pictures, as it was expanded
+            content["prompt_token_ids"] = list(final.prompt_token_ids)
         return ArrayReply.model_construct(content=content)
 
 

@@ -30,6 +30,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
+from vllm.model_executor.models import supports_multimodal
 from vllm.model_executor.models.gpt_oss import GptOssForCausalLM, OAIAttention
 from vllm.platforms import current_platform
 
@@ -51,10 +52,13 @@ PLAIN_EXPERTS = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRI
 (convert_to_unquantized_kernel_format), and only once."""
 
 
-def begin_reload(model: torch.nn.Module) -> None:
-    """Start anew, whatever an earlier update left behind."""
+def begin_reload(model: torch.nn.Module, *, with_tower: bool = False) -> None:
+    """Start anew, whatever an earlier update left behind. with_tower: tensors of a vision tower will come, too; a
+    trainer sends none, for it keeps the tower as it is."""
     abandon_reload(model)
     initialize_layerwise_reload(model)
+    if not with_tower:
+        _leave_tower_in_place(model)
     _leave_sinks_in_place(model)
     _set_expert_kernels_aside(model)
 
@@ -74,6 +78,18 @@ def as_taken(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Iterato
         if name.endswith(".self_attn.sinks"):
             _SINKS.discard(model.get_submodule(name.replace(".self_attn.sinks", ".attn")))
         yield name, tensor
+
+
+def _leave_tower_in_place(model: torch.nn.Module) -> None:
+    if not supports_multimodal(cast(Any, model)):
+        return
+    names = cast(Any, model).get_mm_mapping()
+    towers = (*names.tower_model, *names.connector)
+    for name, layer in model.named_modules():
+        info = get_layerwise_info(layer)
+        if f"{name}.".startswith(towers) and info.can_load():
+            _place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _leave_sinks_in_place(model: torch.nn.Module) -> None:
@@ -149,7 +165,7 @@ def reload_checkpoint(model: torch.nn.Module, vllm_config: Any) -> list[str]:
     if not hasattr(loader, "get_all_weights"):
         raise NotImplementedError(f"weights of load_format {vllm_config.load_config.load_format} cannot be reloaded")
     with set_current_vllm_config(vllm_config):
-        begin_reload(model)
+        begin_reload(model, with_tower=True)
         try:
             tensors = cast(Any, loader).get_all_weights(vllm_config.model_config, model)
             cast(Any, model).load_weights(taken for name, tensor in tensors for taken in as_taken(model, name, tensor))

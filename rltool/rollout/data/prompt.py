@@ -14,8 +14,8 @@ from typing import Any, overload
 @dataclass(frozen=True)
 class Prompt:
     """One row. index: its number among all rows of the data set, from 0;
-    text: what was tokenised, chat template applied; messages: the row's, where it has some; multimodal_inputs: as in
-    Sample."""
+    text: what was tokenised, chat template applied; messages: the row's, where it has some; multimodal_inputs and
+    picture_places: as in Sample."""
 
     index: int
     prompt_ids: tuple[int, ...]
@@ -25,18 +25,20 @@ class Prompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     messages: tuple[dict[str, Any], ...] | None = None
     multimodal_inputs: dict[str, list[Any]] = field(default_factory=dict)
+    picture_places: tuple[int, ...] = ()
 
     def to_json(self) -> list[Any]:
         """The inverse of `from_json`: nothing but JSON's own types."""
         messages = None if self.messages is None else list(self.messages)
         values = [self.index, list(self.prompt_ids), self.text, self.label, self.response, self.metadata, messages]
-        return [*values, self.multimodal_inputs] if self.multimodal_inputs else values
+        return [*values, self.multimodal_inputs, self.picture_places] if self.multimodal_inputs else values
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Prompt:
-        index, prompt_ids, text, label, response, metadata, messages, *inputs = value
+        index, prompt_ids, text, label, response, metadata, messages, *more = value
         messages = None if messages is None else tuple(messages)
-        return cls(index, tuple(prompt_ids), text, label, response, metadata, messages, *inputs)
+        inputs, places = more or ({}, ())
+        return cls(index, tuple(prompt_ids), text, label, response, metadata, messages, inputs, tuple(places))
 
 
 class PromptStore(Sequence[Prompt]):

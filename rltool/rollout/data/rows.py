@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from rltool.config.data import DataConfig
@@ -50,6 +50,12 @@ class RowParser:
         text, ids = self._encode(source, _tools(lookup(row, config.tools_key), place), place)
         if not ids:
             raise UsageError(f"{place}: the prompt is empty")
+        places: Sequence[int] = ()
+        if "image" in inputs and self._tokenizer.pictures is not None:
+            try:
+                ids, inputs["image"], places = self._tokenizer.pictures.read(ids, inputs["image"])
+            except ValueError as error:
+                raise UsageError(f"{place}: {error}") from error
         return Prompt(
             index=index,
             prompt_ids=tuple(ids),
@@ -59,6 +65,7 @@ class RowParser:
             metadata=self._metadata(fields, row, place),
             messages=tuple(source) if isinstance(source, list) else None,
             multimodal_inputs=inputs,
+            picture_places=tuple(places),
         )
 
     def _multimodal(self, row: dict[str, Any], source: Any, place: str) -> tuple[Any, dict[str, list[Any]]]:

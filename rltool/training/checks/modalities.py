@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.algorithms.mismatch import most_different_sample
 from rltool.config.train import TrainConfig
 from rltool.engines.types import TEXT_ALONE
 from rltool.errors import TrainingStopped
+from rltool.models.base import Family
+from rltool.models.pictures import Place, check_places, places_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.multimodal import named
+from rltool.rollout.pictures import PictureReader
 from rltool.rollout.sample import Sample
+from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
+
+OF_ONE_SAMPLE = 4
+"""A sample's mean difference varies more than that of all samples together."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def training_refusal(config: TrainConfig, kinds: Collection[str]) -> str | None:
@@ -22,6 +34,8 @@ def generation_refusal(config: TrainConfig, kinds: Collection[str]) -> str | Non
     rollout = config.rollout
     if not kinds or any((rollout.generate_function, rollout.environment, rollout.agent)):
         return None
+    if _family(config).modalities.issuperset(kinds) and _has_processor(config):
+        return None
     return (
         f"{named(kinds)}, and the built-in generation {TEXT_ALONE}: it sends token ids; give a "
         "rollout.generate_function that sends them, or leave them out (columns: data.multimodal_keys = {})"
@@ -33,16 +47,86 @@ def check_samples(config: TrainConfig, samples: Sequence[Sample]) -> None:
     not seen them."""
     for sample in samples:
         refused = _trainers(config, sample.multimodal_inputs) if sample.multimodal_inputs else None
+        if refused is None and sample.multimodal_inputs:
+            refused = _disagrees(sample, _family(config))
         if refused is not None:
             raise TrainingStopped(f"sample {sample.group_id}/{sample.index} (row {sample.prompt_index}) has {refused}")
 
 
-def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
-    family = family_for(read_hf_config(config.model.path), config.model.family)
-    if family.modalities.issuperset(kinds):
+def check_each_sample(batch: TrainBatch, logprobs: Tensor, selection: Tensor, limit: float) -> None:
+    """TrainingStopped for a batch with a sample on whose selected tokens the trainer's log-probabilities, [T], differ
+    from the engine's by far more than `limit`, nats: the mean over all samples hides one whose pictures are wrong."""
+    assert batch.rollout_logprobs is not None and batch.picture_places is not None
+    number, most = most_different_sample(logprobs, batch.rollout_logprobs, selection, batch.lengths)
+    if most <= OF_ONE_SAMPLE * limit:
+        return
+    pictures = int(batch.picture_places.lengths[number]) // len(Place._fields)
+    raise TrainingStopped(
+        f"trainer and engines disagree on sample {number} of this batch, which has {pictures} pictures: mean "
+        f"|log-probability difference| {most:.2e}, and {OF_ONE_SAMPLE} x monitor.logprob_difference_limit = {limit:g} "
+        "is what rounding explains. Do both see the same pictures?"
+    )
+
+
+def _disagrees(sample: Sample, family: Family) -> str | None:
+    """Why what a sample has of pictures is not of its tokens."""
+    if not sample.picture_places:
+        return "images, and no picture_places that say which of its tokens are theirs"
+    places, count = places_of(sample.picture_places), len(sample.multimodal_inputs.get("image", ()))
+    if len(places) != count:
+        return f"{count} images, and picture_places of {len(places)}"
+    assert family.pictures is not None
+    try:
+        check_places(sample.prompt_ids, places, family.pictures)
+    except ValueError as error:
+        return f"images, and {error}"
+    return None
+
+
+def picture_reader(config: TrainConfig) -> PictureReader | None:
+    """Of a model that takes pictures, where its directory has an image processor: without one it is trained as text."""
+    family = _family(config)
+    if family.pictures is None or not _has_processor(config):
         return None
+    return PictureReader(family.pictures, config.model.path, config.data.media_root)
+
+
+def run_tokenizer(config: TrainConfig) -> Tokenizer:
+    """The tokenizer of the run, which reads pictures where its model does."""
+    return load_tokenizer(
+        config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
+        trust_remote_code=config.model.trust_remote_code, pictures=picture_reader(config),
+    )  # fmt: skip
+
+
+def _has_processor(config: TrainConfig) -> bool:
+    return any((config.model.path / name).is_file() for name in PROCESSORS)
+
+
+def _family(config: TrainConfig) -> Family:
+    return family_for(read_hf_config(config.model.path), config.model.family)
+
+
+def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
+    family = _family(config)
+    if family.modalities.issuperset(kinds):
+        return _settings(config) if kinds else None
     return (
         f"{named(set(kinds) - family.modalities)}, and the trainer's {family.architecture} {TEXT_ALONE}: leave them "
         "out (columns: data.multimodal_keys = {}), or sample without training, with a rollout.generate_function and "
         "`rltool debug rollout-only`"
     )
+
+
+def _settings(config: TrainConfig) -> str | None:
+    """Which of them does not go with pictures."""
+    trainer, algorithm = config.trainer, config.algorithm
+    refused = {
+        f"{config.model.path}, which has no image processor ({PROCESSORS[0]}),": not _has_processor(config),
+        f"trainer.context_parallel = {trainer.context_parallel}": trainer.context_parallel > 1,
+        "trainer.shared_prefixes = true": trainer.shared_prefixes,
+        "a critic": algorithm.uses_critic,
+        "model.teacher_path": config.model.teacher_path is not None,
+    }
+    found = next((what for what, is_set in refused.items() if is_set), None)
+    return None if found is None else f"images, and {found} is not implemented with pictures"

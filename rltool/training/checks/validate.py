@@ -45,7 +45,7 @@ from rltool.rollout.rewards.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.checks.asked_models import check_reward_models, check_tasks
 from rltool.training.checks.disaggregated import check_groups
-from rltool.training.checks.modalities import training_refusal
+from rltool.training.checks.modalities import run_tokenizer, training_refusal
 from rltool.training.checks.routing_replay import routing_of
 
 
@@ -268,12 +268,7 @@ def check_inputs(config: TrainConfig) -> str:
     """
     data, limit = config.data, config.sampling.max_prompt_tokens
     refusal = partial(training_refusal, config)
-    tokenizer = load_tokenizer(
-        config.model.path,
-        stop_token_ids=config.sampling.stop_token_ids,
-        chat_template=data.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+    tokenizer = run_tokenizer(config)
     if config.model.teacher is not None:
         check_teachers_tokenizer(config, tokenizer)
     train = None

@@ -15,8 +15,8 @@ from rltool.rollout.rewards.parts import RewardParts, start_rewards
 from rltool.rollout.rewards.pool import RewardPool
 from rltool.rollout.rewards.scoring import FailureLimit, Scorer, load_filter, load_hook
 from rltool.rollout.serving.model_clients import Models
-from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
-from rltool.training.checks.modalities import generation_refusal, training_refusal
+from rltool.rollout.tokenizer import Tokenizer
+from rltool.training.checks.modalities import generation_refusal, run_tokenizer, training_refusal
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,7 @@ def load_inputs(config: TrainConfig, models: Models, *, trains: bool) -> Rollout
     """Read all data, import what the configuration names, start the reward's processes. models: those beside the
     policy, which rewards reach. trains: whether a trainer is to read the samples. Raises UsageError for what is
     wrong there."""
-    tokenizer = load_tokenizer(
-        config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
-        trust_remote_code=config.model.trust_remote_code,
-    )  # fmt: skip
+    tokenizer = run_tokenizer(config)
     refusal = partial(training_refusal if trains else generation_refusal, config)
     train, prompts = load_train_prompts(config, tokenizer, refusal)
     evals = {

@@ -11,8 +11,17 @@ import torch
 from rltool.errors import UsageError
 from rltool.megatron.layers import RotaryPositions
 from rltool.megatron.packing import pack
-from rltool.models.base import EMBEDDING, HEAD, Interleaved, Parameter, ShapeMismatch, padded_vocabulary
+from rltool.models.base import (
+    EMBEDDING,
+    HEAD,
+    Interleaved,
+    Parameter,
+    Pictures,
+    ShapeMismatch,
+    padded_vocabulary,
+)
 from rltool.models.decoder import Variant, decoder
+from rltool.models.pictures import Place, check_places, places_of, token_axes
 from rltool.models.registry import FAMILIES, family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
 
@@ -309,6 +318,33 @@ def test_qwen3_vl_as_text_is_qwen3_with_its_own_default_of_rope_and_carries_the_
     assert found.carried == ("model.visual.",) and alone.carried == ()
     names = [name.replace("model.", "model.language_model.", 1) for name, _ in alone.hf_tensors()]
     assert [name for name, _ in found.hf_tensors()] == names
+    sees = {"text_config": text | {"rope_scaling": rope}, "vision_config": {"patch_size": 8}, "image_token_id": 9}
+    found = family_for(architecture | sees)
+    assert found.pictures == Pictures(token=9, patch=8, merge=2, deep=3) and found.modalities == {"image"}
+    assert found.rotary.axes.bincount().tolist() == [24, 20, 20]
+    assert found.rotary.axes[:4].tolist() == [0, 1, 2, 0] and not found.rotary.axes[60:].any()
+    for name, value in {"mrope_section": [24, 20, 21], "mrope_interleaved": False}.items():
+        sees["text_config"] = text | {"rope_scaling": rope | {name: value}}
+        if name == "mrope_interleaved":
+            assert not family_for(architecture | sees).modalities
+        else:
+            with pytest.raises(UsageError, match="mrope_section"):
+                family_for(architecture | sees)
+
+
+def test_each_picture_has_its_placeholders_and_no_other():
+    pictures, tokens = Pictures(token=9, patch=8, merge=2, deep=0), [1, 9, 9, 2, 9, 9, 9, 9, 3, 9]
+    first, second = Place(1, 1, 2, 10), Place(4, 2, 2, 20)
+    check_places(tokens, [first, second], pictures)  # the last is no picture's: the policy sampled it
+    assert places_of([*first, *second]) == [first, second]
+    for wrong in ([second, first], [first._replace(columns=3)], [first._replace(columns=1)], [first._replace(at=2)],
+                  [first, first], [second._replace(at=7)]):  # fmt: skip
+        with pytest.raises(ValueError, match="placeholders"):
+            check_places(tokens, wrong, pictures)
+    axes = token_axes([len(tokens), 2], [[first, second], []])
+    assert axes[:, 0].tolist() == [0, 1, 1, 3, 4, 4, 4, 4, 6, 7, 0, 1]
+    assert axes[:, 1].tolist() == [0, 1, 1, 3, 4, 4, 5, 5, 6, 7, 0, 1]
+    assert axes[:, 2].tolist() == [0, 1, 2, 3, 4, 5, 4, 5, 6, 7, 0, 1]
 
 
 def test_rows_of_a_delta_nets_products_are_sorted_by_key_heads():

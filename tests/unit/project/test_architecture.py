@@ -69,6 +69,8 @@ OWNERS = {
     },
     "transformers": {
         "rollout/tokenizer.py": "the tokenizer",
+        "rollout/pictures.py": "the image processor",
+        "megatron/pictures.py": "the vision tower and its image processor",
         "checkpoints/logits.py": "the logits to compare with",
         "checkpoints/family_check.py": "the tiny model to compare with",
         "quickstart/tiny_model.py": "makes a model",

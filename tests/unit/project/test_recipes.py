@@ -52,6 +52,15 @@ QWEN_7 = QWEN | dict(
     hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
     vocab_size=152064, tie_word_embeddings=False,
 )  # fmt: skip
+TINY_VISION = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 66, "video_token_id": 67,
+    "vision_config": {"patch_size": 8, "spatial_merge_size": 2, "deepstack_visual_indexes": [0, 1]},
+    "text_config": dict(
+        hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, vocab_size=68, max_position_embeddings=256, rms_norm_eps=1e-6,
+        rope_parameters=dict(rope_type="default", rope_theta=1e4, mrope_section=[6, 5, 5], mrope_interleaved=True),
+    ),
+}  # fmt: skip
 MODELS = {
     "Qwen/Qwen2.5-0.5B": QWEN_05,
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN_05,
@@ -61,6 +70,8 @@ MODELS = {
     # Not of the hub: what a recipe before this one leaves.
     "runs/gsm8k-warm-start/hf/step_117": QWEN_05,
     "runs/spelling/warmup/hf/step_350": QWEN_05,
+    "runs/pictures/model": TINY_VISION,
+    "runs/pictures-warm-start/hf/step_16": TINY_VISION,
     "MODEL": QWEN_05,
     "WARM_START": QWEN_05,
 }
@@ -83,6 +94,8 @@ RUNS = [
     ("recipes/dapo_math/grpo.toml", "two_hosts", TWO_HOSTS),
     ("recipes/judge/grpo.toml", None, ONE_HOST),
     ("recipes/distill/teacher.toml", None, ONE_HOST),
+    ("recipes/pictures/warm_start.toml", None, []),
+    ("recipes/pictures/grpo.toml", None, []),
 ]
 
 
@@ -98,7 +111,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return made
 
     monkeypatch.setattr(hub, "local_model", directory)
-    for file in ("arithmetic/data/train", "arithmetic/data/held_out", "spelling/task/train", "spelling/task/heldout"):
+    files = "arithmetic/data/train", "arithmetic/data/held_out", "pictures/data/train", "pictures/data/held_out"
+    for file in (*files, "spelling/task/train", "spelling/task/heldout"):
         made = tmp_path / "runs" / f"{file}.jsonl"
         made.parent.mkdir(parents=True, exist_ok=True)
         made.touch()

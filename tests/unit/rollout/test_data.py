@@ -16,6 +16,8 @@ from rltool.rollout.data import Prompt, PromptSource, data_summary, load_prompts
 class LetterTokenizer:
     """One id per character; a chat is rendered as role:content; lines."""
 
+    pictures = None
+
     def encode_prompt(self, text):
         return [0, *map(ord, text)] if text else []
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
+from array import array
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,25 +14,36 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from PIL import Image
 
 from rltool.agents.task import row_of
+from rltool.algorithms.batch import Ragged, TrainBatch
 from rltool.config.data import DataConfig
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
-from rltool.engines.types import TEXT_ALONE
+from rltool.engines.types import TEXT_ALONE, GenerateRequest, SamplingParams
 from rltool.environments.protocol import task_of
 from rltool.errors import TrainingStopped, UsageError
 from rltool.gateway.apis.base import no_media
+from rltool.models.base import Pictures
+from rltool.models.pictures import places_of
 from rltool.models.registry import family_for, read_hf_config
-from rltool.quickstart.tiny_model import make_tiny_model
+from rltool.quickstart.tiny_model import make_tiny_model, make_tiny_vision_model
 from rltool.rollout.data import Prompt, PromptSource, load_prompts
 from rltool.rollout.data.own import load_own_source
 from rltool.rollout.groups import new_samples
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.multimodal import multimodal_inputs
+from rltool.rollout.pictures import PictureReader, for_engine
 from rltool.rollout.sample import Sample
 from rltool.training.checks import modalities
-from rltool.training.checks.modalities import check_samples, generation_refusal, training_refusal
+from rltool.training.checks.modalities import (
+    check_each_sample,
+    check_samples,
+    generation_refusal,
+    training_refusal,
+)
 from rltool.training.checks.validate import check_inputs
 from rltool.training.manager.inputs import load_train_prompts
 from rltool.training.show_data import describe_data
@@ -242,12 +256,80 @@ def test_a_row_of_an_own_source_is_refused_as_it_comes(configured):
 
 
 def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(configured, monkeypatch, model):
-    sees = replace(family_for(read_hf_config(model)), modalities=frozenset({"image"}))
+    sees = replace(family_for(read_hf_config(model)), pictures=Pictures(token=1, patch=8, merge=2, deep=0))
     monkeypatch.setattr(modalities, "family_for", lambda config, own=None: sees)
     config = configured(FUNCTION)
-    assert training_refusal(config, {"image"}) is None
-    assert str(training_refusal(config, {"image", "audio"})).startswith("audio, and the trainer's")
-    assert "built-in generation" in str(training_refusal(configured(), {"image"}))
+    assert "has no image processor" in str(training_refusal(config, {"image"}))
+    monkeypatch.setattr(modalities, "PROCESSORS", ("config.json",))
+    for config in (configured(FUNCTION), configured()):
+        assert training_refusal(config, {"image"}) is None and generation_refusal(config, {"image"}) is None
+        assert str(training_refusal(config, {"image", "audio"})).startswith("audio, and the trainer's")
+    assert "built-in generation" in str(generation_refusal(configured(), {"image", "video"}))
+    for settings in (["trainer.world_size=2", "trainer.context_parallel=2"], ["trainer.shared_prefixes=true"]):
+        assert "not implemented with pictures" in str(training_refusal(configured(*settings), {"image"}))
+
+
+PICTURES = Pictures(token=7, patch=8, merge=2, deep=0)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    directory = make_tiny_vision_model(tmp_path_factory.mktemp("sees"), seed=0)
+    root = tmp_path_factory.mktemp("media")
+    Image.new("RGB", (40, 20), "red").save(root / "red.png")
+    (root / "notes.png").write_text("no picture")
+    return PictureReader(PICTURES, directory, root)
+
+
+def test_a_prompt_gets_a_placeholder_for_each_token_of_its_pictures(reader):
+    ids, sources, places = reader.read([1, 7, 2, 7, 3], ["red.png", {"path": "red.png", "bytes": None}])
+    [first, second] = places_of(places)
+    assert ids == [1, *[7] * first.tokens, 2, *[7] * second.tokens, 3] and first.tokens == second.tokens == 2
+    assert (first.rows, first.columns) == (1, 2) and ids[second.at] == 7 and ids[second.at - 1] == 2
+    assert len(set(sources)) == 1 and Path(sources[0]).name == "red.png" and Path(sources[0]).is_absolute()
+    own = Path(sources[0]).read_bytes()
+    url = "data:image/png;base64," + base64.b64encode(own).decode()
+    assert reader.read([7], [url])[0] == reader.read([7], [base64.b64encode(own).decode()])[0] == [7, 7]
+    request = GenerateRequest(tuple(ids), SamplingParams(1), "id", pictures=for_engine({"image": sources}, places))
+    assert request.unexpanded == [1, 7, 2, 7, 3] and [part.url for part in request.pictures] == [url, url]
+
+
+@pytest.mark.parametrize(
+    ("ids", "value", "said"),
+    [
+        ([1, 2], "red.png", "has 1 pictures, and its prompt has 0 places"),
+        ([7, 7], "red.png", "has 1 pictures, and its prompt has 2 places"),
+        ([7], "https://example.invalid/a.png", "pictures are not fetched"),
+        ([7], "../red.png", "not in data.media_root"),
+        ([7], "file:///etc/hostname", "not in data.media_root"),
+        ([7], "missing.png", "cannot be read"),
+        ([7], "notes.png", "cannot be read"),
+        ([7], "data:image/png;base64,AAAA", "cannot be read"),
+        ([7], 3, "not int"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_is_refused_with_its_reason(reader, ids, value, said):
+    with pytest.raises(ValueError, match=said):
+        reader.read(ids, [value])
+
+
+def test_a_sample_whose_pictures_are_not_of_its_tokens_is_refused_by_name(configured, monkeypatch, model, reader):
+    sees = replace(family_for(read_hf_config(model)), pictures=PICTURES)
+    monkeypatch.setattr(modalities, "family_for", lambda config, own=None: sees)
+    monkeypatch.setattr(modalities, "PROCESSORS", ("config.json",))
+    ids, sources, places = reader.read([1, 7, 3], ["red.png"])
+    prompt = Prompt(0, tuple(ids), "q", multimodal_inputs={"image": sources}, picture_places=tuple(places))
+    assert Prompt.from_json(json.loads(json.dumps(prompt.to_json()))) == prompt
+    [sample] = new_samples(4, prompt, count=1, run_seed=0)
+    sample.clear()
+    check_samples(configured(), [sample])
+    twice = {"image": [*sources] * 2}
+    for change in ({"picture_places": array("q")}, {"prompt_ids": [1, 7, 3]}, {"multimodal_inputs": twice}):
+        [wrong] = new_samples(4, prompt, count=1, run_seed=0)
+        for name, value in change.items():
+            setattr(wrong, name, value)
+        with pytest.raises(TrainingStopped, match=r"sample 4/0 \(row 0\) has"):
+            check_samples(configured(), [wrong])
 
 
 def test_recorded_samples_with_them_are_not_trained_on(configured, tmp_path):
@@ -267,3 +349,22 @@ def test_the_data_are_shown_with_what_nobody_reads(configured):
 
 def test_the_gateway_says_it_in_the_same_words():
     assert TEXT_ALONE in str(no_media("image_url", "messages[0].content[0]"))
+
+
+def test_one_sample_that_differs_stops_training_with_its_number():
+    lengths, tokens = torch.tensor([3, 50, 2]), torch.arange(55)
+    places = Ragged(torch.tensor([0, 1, 1, 9]), torch.tensor([0, 4, 0]))
+    engine = torch.full((55,), -2.0)
+    batch = TrainBatch(
+        tokens=tokens, lengths=lengths, loss_mask=torch.ones(55), rewards=torch.zeros(3), loss_weights=torch.ones(55),
+        group_ids=torch.zeros(3, dtype=torch.int64), rollout_logprobs=engine, picture_places=places,
+    )  # fmt: skip
+    selection = torch.ones(55)
+    selection[0] = 0
+    ours = engine.clone()
+    ours[0] = 5.0  # not selected
+    check_each_sample(batch, ours, selection, 1e-3)
+    for at, value in ((10, 0.3), (20, math.nan)):
+        with pytest.raises(TrainingStopped, match="sample 1 of this batch, which has 1 pictures"):
+            check_each_sample(batch, ours.index_fill(0, torch.tensor(at), value), selection, 1e-3)
+    check_each_sample(batch, ours.index_fill(0, torch.tensor(10), -1.9), selection, 1e-3)  # 2e-3 of 50 tokens
