@@ -321,6 +321,8 @@ class WeightsConfig(Config):
             raise ValueError(
                 'sharded and lora_sync = "adapter" contradict each other: an adapter is sent by rank 0; leave one out'
             )
+        if self.advertise_host is not None:
+            raise ValueError("sharded and advertise_host contradict each other: every rank listens, at its own address")
         for _, weights in self.variants():
             others = {"staged": weights.staged, "delta": weights.delta}
             if weights.transport not in ("auto", "gloo"):

@@ -382,6 +382,7 @@ def test_sharded_weights_go_over_gloo_to_rltools_plugin_and_others_are_refused_b
         ({"transport": "disk"}, 'transport = "disk"'),
         ({"transport": "ipc"}, 'transport = "ipc"'),
         ({"staged": True}, "with staged"),
+        ({"advertise_host": "10.0.0.9"}, "every rank listens"),
         ({"delta": "auto"}, "with delta"),
         ({"lora_sync": "adapter"}, "an adapter is sent by rank 0"),
         ({"engines": ({"group": "far", "transport": "disk"},)}, 'transport = "disk"'),
