@@ -1,7 +1,6 @@
 """An engine that answers by the clock: vLLM's token-in token-out route and probes, with canned tokens.
 
     python -m benchmarks.fake_engine --port 0 --seconds 0.2        prints "serving URL"
-    python -m benchmarks.fake_engine --count 64                    64 of them in one process, a line each
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
@@ -20,12 +18,7 @@ PROBES: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "policy", "max_model_len": 4096}]},
     "/get_world_size": {"world_size": 1},
     "/is_paused": {"is_paused": False},
-    "/server_info": {
-        "vllm_config": {
-            "model_config": {"hf_text_config": f'C {{"vocab_size": {VOCABULARY}}}'},
-            "weight_transfer_config": {"backend": "rltool"},
-        }
-    },
+    "/server_info": {"vllm_config": {"model_config": {"hf_text_config": f'C {{"vocab_size": {VOCABULARY}}}'}}},
 }
 
 
@@ -55,11 +48,8 @@ class FakeEngine:
             self.running.clear()
         elif request.path == "/resume":
             self.running.set()
-        elif request.path in ("/finish_weight_update", "/rltool/finish_weight_update"):
-            finish = await request.json()
-            self.version = finish["weight_version"]
-            if finish.get("resume"):
-                self.running.set()
+        elif request.path == "/finish_weight_update":
+            self.version = (await request.json())["weight_version"]
         return web.json_response({})
 
     async def probe(self, request: web.Request) -> web.Response:
@@ -79,15 +69,14 @@ class FakeEngine:
         return app
 
 
-async def serve(engines: Sequence[FakeEngine], port: int) -> None:
-    runners = [web.AppRunner(engine.app(), access_log=None) for engine in engines]
-    for runner in runners:
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
-        print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+async def serve(engine: FakeEngine, port: int) -> None:
+    runner = web.AppRunner(engine.app(), access_log=None)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", port)
+    await site.start()
+    print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started it lets go of it
-    for runner in runners:
-        await runner.cleanup()
+    await runner.cleanup()
 
 
 def main() -> None:
@@ -95,10 +84,8 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--count", type=int, default=1, help="with --port 0")
     arguments = parser.parse_args()
-    engines = [FakeEngine(seconds=arguments.seconds, tokens=arguments.tokens) for _ in range(arguments.count)]
-    asyncio.run(serve(engines, arguments.port))
+    asyncio.run(serve(FakeEngine(seconds=arguments.seconds, tokens=arguments.tokens), arguments.port))
 
 
 if __name__ == "__main__":

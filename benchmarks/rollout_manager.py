@@ -39,22 +39,12 @@ def constant_reward(sample: object, text: str) -> float:
 
 
 @contextmanager
-def fake_engines(
-    count: int, *, seconds: float, tokens: int, a_process: int = 1
-) -> Iterator[list[EngineEndpoint]]:
-    """So many, as many in a process as asked; the processes end when their standard input is closed."""
+def fake_engines(count: int, *, seconds: float, tokens: int) -> Iterator[list[EngineEndpoint]]:
+    """So many processes; they end when their standard input is closed."""
     argv = [sys.executable, "-m", "benchmarks.fake_engine", "--seconds", str(seconds), "--tokens", str(tokens)]
-    counts = [min(a_process, count - first) for first in range(0, count, a_process)]
-    processes = [
-        subprocess.Popen([*argv, "--count", str(n)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for n in counts
-    ]
+    processes = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     try:
-        urls = [
-            process.stdout.readline().split()[1]
-            for process, n in zip(processes, counts, strict=True) if process.stdout
-            for _ in range(n)
-        ]  # fmt: skip
+        urls = [process.stdout.readline().split()[1] for process in processes if process.stdout]
         yield [EngineEndpoint(url=url, dialect="vllm") for url in urls]
     finally:
         for process in processes:
