@@ -354,6 +354,11 @@ def test_a_place_belongs_to_one_adapter_until_it_is_dropped_and_none_is_lost_in_
     with pytest.raises(WeightUpdateError, match="lost its place"):
         adapters.activate_adapter(3)
     assert adapters.remove_adapter(3) and not adapters._active_adapters
+    # As vLLM does after an update of the weights: what was filled meanwhile is not there.
+    late = Placing(manager, {"peft": PEFT, "id": 4})([sent])
+    adapters.lora_index_to_id = [None, None]
+    with pytest.raises(WeightUpdateError, match="taken away"):
+        late.register()
 
 
 def test_tensors_that_a_model_does_not_know_are_refused():

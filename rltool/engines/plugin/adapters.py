@@ -139,6 +139,8 @@ class Placing:
         assert lora is not None, "the call comes first"
         if lora.id in adapters._registered_adapters:
             return
+        if adapters.lora_index_to_id[self.index] != RESERVED:  # vLLM puts all out after an update of the weights
+            raise WeightUpdateError("its place was taken away while it was filled")
         adapters._registered_adapters[lora.id] = lora
         adapters._active_adapters[lora.id] = None
         adapters.lora_index_to_id[self.index] = lora.id

@@ -68,8 +68,11 @@ class WeightUpdateRecovery:
                 engine.prefetch(version, seconds, source)
                 return
             from rltool.engines.plugin.adapters import Placing, drop_unnamed
+            from rltool.engines.plugin.loading import WeightUpdateError
 
-            manager = self.model_runner.lora_manager
+            manager = getattr(self.model_runner, "lora_manager", None)
+            if manager is None:
+                raise WeightUpdateError("adapters are not enabled: start the server with --enable-lora")
             if engine.placing is not None:
                 engine.placing.give_up()
             drop_unnamed(manager, place["named"])
