@@ -291,6 +291,9 @@ class WeightsConfig(Config):
     generates (vLLM with rltool's plugin). The trainer's rank 0 and each worker keep a copy of all weights in the host's
     memory; over nccl a bucket of each engine lies on the trainer's GPU besides. auto: so to the engines that can, whole
     weights to the others, which true refuses."""
+    sharded: bool = False
+    """Each trainer rank sends what it holds of the model to the engines' workers that store it, in the place of rank 0,
+    which gathers and sends everything (transport auto or gloo, vLLM with rltool's plugin, docs/weights.md)."""
     store: str | None = None
     """For the delta transport, here or in weights.engines: an absolute directory, or s3://BUCKET/PREFIX, that the
     trainer writes and engines read. One run at a time."""
@@ -308,6 +311,28 @@ class WeightsConfig(Config):
         why = contradiction(self.transport, staged=self.staged, delta=self.delta)
         if why is not None:
             raise ValueError(why)
+        return self
+
+    @model_validator(mode="after")
+    def _sharded(self) -> WeightsConfig:
+        if not self.sharded:
+            return self
+        if self.lora_sync == "adapter":
+            raise ValueError(
+                'sharded and lora_sync = "adapter" contradict each other: an adapter is sent by rank 0; leave one out'
+            )
+        if self.advertise_host is not None:
+            raise ValueError("sharded and advertise_host contradict each other: every rank listens, at its own address")
+        for _, weights in self.variants():
+            others = {"staged": weights.staged, "delta": weights.delta}
+            if weights.transport not in ("auto", "gloo"):
+                raise ValueError(
+                    f'sharded is not implemented for transport = "{weights.transport}": leave transport at "auto", '
+                    "which is gloo then, or leave sharded out"
+                )
+            for name, value in others.items():
+                if value:
+                    raise ValueError(f"sharded is not implemented with {name}: leave one of them out")
         return self
 
     @model_validator(mode="after")

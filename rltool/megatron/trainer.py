@@ -22,7 +22,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
-from rltool.megatron.export_plan import ExportPlan, adapter_plan, full_plan
+from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -32,6 +32,7 @@ from rltool.megatron.model import build_model, global_names, output_hidden_state
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
+from rltool.megatron.shards import OwnPart
 from rltool.megatron.threads import limit_threads, wanted_threads
 from rltool.megatron.topk_head import TopK, head_logprobs_of, head_topk, kept_distribution
 from rltool.megatron.trained import Setup, TrainedModel, first_of, in_row
@@ -383,6 +384,15 @@ class MegatronTrainer(TrainedModel):
         assert self.adapters is not None and self.adapter_plan is not None
         held = {parameter.name: tensor for parameter, tensor in self.adapters.held()}
         return hf_weights.export_weights(self.gpt, self.adapter_plan, self.runtime, weights=held, everywhere=everywhere)
+
+    def export_own(self, part: OwnPart) -> Stream:
+        """What lies on this rank of what `export_weights` would gather: no collective."""
+        local = global_names(self.gpt) if self.adapters is None else MergedWeights(self.gpt, self.adapters)
+        return part.tensors(local)
+
+    def own_bytes(self, part: OwnPart) -> int:
+        """What `export_own` holds at most beside the model."""
+        return part.copy_bytes + (0 if self.adapters is None else self.adapters.merging_bytes(self.dtype))
 
     def export_bytes(self, *, everywhere: bool = False, plan: ExportPlan | None = None) -> int:
         """What `export_weights` holds at most beside the model, on a rank that gets the tensors."""

@@ -21,13 +21,16 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
+from rltool.megatron.shards import OwnPart
 from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 
-Backend = Literal["ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "adapters"]
+Backend = Literal[
+    "ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "gloo-sharded", "adapters"
+]
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
-nccl-delta: what changed alone, over these (weights.delta). adapters: a directory of peft's format, which the engine
-loads under a name."""
+nccl-delta: what changed alone, over these (weights.delta). gloo-sharded: from each rank what it holds
+(weights.sharded). adapters: a directory of peft's format, which the engine loads under a name."""
 
 
 class TransportError(EngineError):
@@ -53,7 +56,8 @@ class Rendezvous:
 
     address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; bucket_bytes: what the buckets are
     cut by; nccl_version: of the trainer's library; directory: for transports that leave files; handles: for each GPU of
-    the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none.
+    the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none;
+    stores: address and port of the TCPStore of each rank that sends, by rank, where there are several.
     """
 
     transport: Backend
@@ -66,6 +70,7 @@ class Rendezvous:
     nccl_version: int = 0
     directory: str | None = None
     handles: dict[str, str] = field(default_factory=dict)
+    stores: dict[str, tuple[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +82,7 @@ class SenderOptions:
     with those files.
     gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
     weights.delta, what has changed.
-    peft: ExportPlan.peft.
+    peft: ExportPlan.peft; part: what the rank holds, with weights.sharded.
     """
 
     group: str
@@ -91,6 +96,7 @@ class SenderOptions:
     encoder: DeltaEncoder | None = None
     peft: Mapping[str, Any] | None = None
     all_buckets: int = 0
+    part: OwnPart | None = None
 
 
 class Work(Protocol):
@@ -117,6 +123,8 @@ class SenderTransport(Protocol):
     while the one before it is on its way, and their works are waited for in order."""
     encoder: DeltaEncoder | None = None
     """Of one that sends what this has made of each bucket (weights.delta)."""
+    sent_bytes: int | None = None
+    """That the rank itself has sent since `begin`, to all workers together; None: not counted."""
 
     @property
     def memory(self) -> Memory:
@@ -246,7 +254,8 @@ class Transport:
     sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
     not fetch by themselves. staged: the control for weights.staged; None: these engines cannot. adapters: for
     weights.lora_sync = "adapter", where it is not as staged. senders: the ranks that
-    have one for an engine; every: each rank that is on one of the engine's GPUs."""
+    have one for an engine; every: each rank that is on one of the engine's GPUs; owners: all, each for what
+    it holds."""
 
     sender: SenderFactory
     control: ReceiverControl
@@ -256,7 +265,7 @@ class Transport:
     located: Located | None = None
     staged: ReceiverControl | None = None
     adapters: ReceiverControl | None = None
-    senders: Literal["rank0", "every"] = "rank0"
+    senders: Literal["rank0", "every", "owners"] = "rank0"
 
 
 TRANSPORTS: dict[tuple[str, Backend], str] = {
@@ -275,6 +284,7 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
     ("sglang", "nccl"): "rltool.weights.transports.nccl_sglang:SGLANG",
     ("vllm", "gloo-delta"): "rltool.weights.transports.delta_group:GLOO",
     ("vllm", "nccl-delta"): "rltool.weights.transports.delta_group:NCCL",
+    ("vllm", "gloo-sharded"): "rltool.weights.transports.sharded:VLLM",
 }
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
@@ -298,6 +308,9 @@ DELTA_CANDIDATES: dict[str, tuple[Backend, ...]] = {
 }
 """The same with weights.delta."""
 
+SHARDED_CANDIDATES: tuple[Backend, ...] = ("gloo-sharded",)
+"""The same with weights.sharded, of which the configuration admits auto and gloo."""
+
 TAKES_ADAPTERS: tuple[Backend, ...] = ("ipc", "nccl", "gloo", "delta")
 """Over which rltool's plugin takes adapters: it generates until it has all of one, and after."""
 BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
@@ -306,6 +319,11 @@ ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "coloca
 NO_DELTA = (
     "cannot take patches over a transfer group (weights.delta), which needs a vLLM with rltool's plugin: set "
     'weights.delta to "auto" or false, or use weights.transport = "delta" with a weights.store and a follower beside it'
+)
+
+NO_SHARDS = (
+    "cannot be sent sharded weights (weights.sharded), which need a vLLM with rltool's plugin: leave weights.sharded "
+    "out"
 )
 
 
@@ -337,7 +355,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     if config.lora_sync == "adapter":
         return _choose_for_adapters(info, config.transport, trainer_device, shares_gpus=shares_gpus)
     reasons = []
-    whole = () if config.delta is True else CANDIDATES[config.transport]
+    whole = () if config.delta is True else SHARDED_CANDIDATES if config.sharded else CANDIDATES[config.transport]
     for backend in (*(DELTA_CANDIDATES[config.transport] if config.delta else ()), *whole):
         if shares_gpus and backend in BETWEEN_GPUS:
             why = ON_ONE_GPU
@@ -353,7 +371,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
                 )
             return backend
         reasons.append(why)
-    if config.delta is True:
+    if config.delta is True or config.sharded:
         raise UsageError(reasons[-1])
     if config.transport != "auto":
         raise UsageError(reasons[-len(whole)])
@@ -400,6 +418,8 @@ def obstacle(info: EngineInfo, backend: Backend, trainer_device: str) -> str | N
     """Why weights cannot reach this engine over `backend`; None: they can."""
     if (info.dialect, backend) not in TRANSPORTS and backend in ("gloo-delta", "nccl-delta"):
         return NO_DELTA
+    if (info.dialect, backend) not in TRANSPORTS and backend in SHARDED_CANDIDATES:
+        return NO_SHARDS
     if (info.dialect, backend) not in TRANSPORTS:
         return (
             f"cannot be sent weights over {backend}: this version of rltool has no such transport for {info.dialect}; "

@@ -9,12 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 import torch
 
-from rltool.engines.plugin.replay import Copy, NotACopy, ReplayPlan, record_plan, stored_otherwise
+from rltool.engines.plugin.channels import Boxes
+from rltool.engines.plugin.replay import (
+    Copy,
+    NotACopy,
+    ReplayPlan,
+    StandIns,
+    needs_of,
+    record_plan,
+    storage,
+    stored_otherwise,
+)
 from rltool.engines.transfer import wire
+from rltool.engines.transfer.shards import Needs
 from rltool.engines.types import Bucket
 
 logger = logging.getLogger(__name__)
@@ -44,6 +56,8 @@ class Reload(Protocol):
     def finish_reload(self, model: torch.nn.Module, model_config: Any) -> None: ...
     def waits(self, layer: torch.nn.Module) -> bool: ...
     def kernel_parameters(self, layer: torch.nn.Module) -> list[torch.Tensor]: ...
+    def hold_back(self, model: torch.nn.Module) -> None: ...
+    def waiting(self, model: torch.nn.Module) -> list[torch.Tensor]: ...
     def check_copied(self, model: torch.nn.Module) -> None: ...
     def derive(self, model: torch.nn.Module, model_config: Any) -> None: ...
 
@@ -66,6 +80,7 @@ class Loader:
         self._names: set[str] = set()
         self._buckets: list[Bucket] = []
         self._reloading = False
+        self._stand_ins: StandIns | None = None
         self._to_compare: list[tuple[torch.nn.Module, Copy, torch.Tensor]] = []
 
     # -- an update
@@ -89,6 +104,27 @@ class Loader:
         self._note_sources(model, bucket, flat)
         self.load_named(model, wire.split_flat(flat, bucket))
         self._compare_complete(model)
+
+    def load_boxes(self, model: torch.nn.Module, bucket: Bucket, boxes: Boxes) -> None:
+        """Of each tensor what this worker stores. Always through vLLM's reload."""
+        stand_ins = self._stand_ins = self._stand_ins or StandIns()
+        with stand_ins:
+            self.load_named(model, [(meta.name, stand_ins.add(meta, boxes[meta.name])) for meta in bucket])
+        stand_ins.keep({storage(tensor) for tensor in self._reload.waiting(model)})
+
+    def needs(self, model: torch.nn.Module, buckets: Sequence[Bucket]) -> Needs:
+        """What the model's loaders store of these tensors; nothing changes. Raises NotACopy."""
+
+        def load(name: str, tensor: torch.Tensor) -> None:
+            cast(Any, model).load_weights(self._reload.as_taken(model, name, tensor))
+
+        self.abandon(model)
+        try:
+            self._begin_reload(model)
+            self._reload.hold_back(model)
+            return needs_of(buckets, load)
+        finally:
+            self.abandon(model)
 
     def load_named(self, model: torch.nn.Module, named: list[tuple[str, torch.Tensor]]) -> None:
         """One tensor at a time, so that an error and an unused tensor have a name."""
@@ -119,7 +155,8 @@ class Loader:
         if missing:
             raise missing_error(missing)
         if self._reloading:
-            self._reload.finish_reload(model, model_config)
+            with self._stand_ins or nullcontext():  # layers with padding are loaded now
+                self._reload.finish_reload(model, model_config)
             self._learn(model)
         else:
             self._reload.derive(model, model_config)

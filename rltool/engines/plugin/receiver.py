@@ -26,6 +26,7 @@ from rltool.engines.plugin.channels import (
     GlooChannel,
     IpcChannel,
     NcclChannel,
+    ShardedGlooChannel,
     read_bucket_file,
     receive_bytes,
 )
@@ -36,12 +37,13 @@ from rltool.engines.types import Bucket, TensorMeta
 
 NEEDED = {
     "gloo": ("address", "port", "group", "timeout_seconds"),
+    "gloo-sharded": ("stores", "group", "timeout_seconds"),
     "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
     "ipc": ("handles",),
     "disk": (),
     "delta": (),
 }
-"""Transport -> the fields of its init info that must be there; gloo and nccl have a rank as well."""
+"""Transport -> the fields of its init info that must be there; with gloo, sharded or not, and nccl a rank as well."""
 
 
 @dataclass
@@ -58,6 +60,7 @@ class InitInfo(WeightTransferInitInfo):
     unique_id: str = ""
     nccl_version: int = 0
     handles: dict[str, str] = field(default_factory=dict)
+    stores: list[tuple[str, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if self.transport not in NEEDED:
@@ -65,7 +68,7 @@ class InitInfo(WeightTransferInitInfo):
         for name in NEEDED[self.transport]:
             if not getattr(self, name):
                 raise ValueError(f"init info of transport {self.transport} lacks {name!r}")
-        if self.transport in ("gloo", "nccl") and not 1 <= self.rank_offset < self.world_size:
+        if self.transport in ("gloo", "gloo-sharded", "nccl") and not 1 <= self.rank_offset < self.world_size:
             raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
 
 
@@ -110,6 +113,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
+        self._shards: ShardedGlooChannel | None = None
         self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
         self.placing: Placing | None = None
         """Of the adapter that was asked for last."""
@@ -134,6 +138,20 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 group=init_info.group,
                 timeout_seconds=init_info.timeout_seconds,
             )
+        elif init_info.transport == "gloo-sharded":
+            self._shards = ShardedGlooChannel(
+                [(address, port) for address, port in init_info.stores],
+                worker=rank - init_info.rank_offset,
+                rank=rank,
+                world_size=init_info.world_size,
+                group=init_info.group,
+                timeout_seconds=init_info.timeout_seconds,
+            )
+            try:
+                self._shards.agree(lambda buckets: self._loader.needs(self.model, buckets))
+            except BaseException:
+                self.shutdown()
+                raise
         elif init_info.transport == "nccl":
             self._channel = NcclChannel(
                 base64.b64decode(init_info.unique_id, validate=True),
@@ -219,11 +237,17 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.prefetcher.forget()
         if self.placing is not None:
             self.placing.give_up()
-        channel, self._channel, self._transport = self._channel, None, None
-        if channel is not None:
-            channel.close()
+        channels = self._channel, self._shards
+        self._channel = self._shards = self._transport = None
+        for channel in channels:
+            if channel is not None:
+                channel.close()
 
     def _receive(self, update_info: UpdateInfo) -> None:
+        if self._shards is not None:
+            for bucket in update_info.buckets():
+                self._loader.load_boxes(self.model, bucket, self._shards.receive_boxes(bucket))
+            return
         if self._channel is None:
             raise WeightUpdateError("no transfer group is open: /init_weight_transfer_engine comes first")
         with closing(self._channel.receive(update_info.buckets())) as arriving:

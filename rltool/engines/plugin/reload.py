@@ -7,6 +7,7 @@ processed and copied into the old storage (vllm/model_executor/model_loader/relo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Generator, Iterator
 from dataclasses import replace
@@ -197,6 +198,20 @@ class Fp8Loader(DefaultModelLoader):
             values, scale = fp8.quantized(tensor.to(device).bfloat16())
             yield name, values
             yield name + fp8.SCALE, scale
+
+
+def hold_back(model: torch.nn.Module) -> None:
+    """In a reload that will be abandoned: no layer is ever complete, and so none is loaded or processed."""
+    for layer in model.modules():
+        if (info := get_layerwise_info(layer)).can_load():
+            cast(Any, info).load_numel = -math.inf
+
+
+def waiting(model: torch.nn.Module) -> list[torch.Tensor]:
+    """Tensors that were handed to loaders of layers which have not got all of theirs."""
+    infos = [info for layer in model.modules() if (info := get_layerwise_info(layer)).can_load()]
+    given = (value for info in infos for _, args in info.loaded_weights for value in args.arguments.values())
+    return [value for value in given if isinstance(value, torch.Tensor)]
 
 
 def waits(layer: torch.nn.Module) -> bool:

@@ -11,11 +11,15 @@ The slow way stays where loading does more than copy:
 - a loader that computes what it stores, or looks at the values;
 - the CPU, where linear layers are prepacked.
 The log has which. Attention layers are processed anew after each replayed update, as vLLM does after a reload.
+
+Sharded weights ask the same loaders, with stand-ins: tensors of the checkpoint's shapes without memory. What a loader
+copies out of one is noted (`needs_of`); in an update it is copied out of what has come instead (`StandIns`). So there
+is nothing here of how vLLM fuses, pads or replicates, and no worker has more of a tensor than it stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +27,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rltool.engines.transfer import wire
-from rltool.engines.types import Bucket
+from rltool.engines.transfer.shards import Box, Needs, box_of
+from rltool.engines.types import Bucket, TensorMeta
 
 Load = Callable[[str, torch.Tensor], None]
 """Hands one tensor to the model's loader."""
@@ -136,3 +141,87 @@ class _Recorder(TorchDispatchMode):
         self.copies.append(
             Copy(destination, source.dtype, tuple(source.shape), tuple(source.stride()), int(source.storage_offset()))
         )
+
+
+# -- sharded
+
+
+def needs_of(buckets: Sequence[Bucket], load: Load) -> Needs:
+    """What the loaders copy. Nothing is stored. Raises NotACopy, with the tensor's name, where that is no box."""
+    needs: dict[str, list[Box]] = {}
+    for meta in (meta for bucket in buckets for meta in bucket):
+        recorder = _NeedsRecorder(meta)
+        try:
+            with recorder:
+                load(meta.name, recorder.stand_in)
+        except NotACopy as error:
+            raise NotACopy(f"{meta.name}: {error}") from error
+        except Exception as error:  # of a loader that asks a tensor without memory for its values
+            raise NotACopy(f"{meta.name}: its loader does more than copy ({type(error).__name__}: {error})") from error
+        if recorder.boxes:
+            needs[meta.name] = list(recorder.boxes)
+    return needs
+
+
+class _NeedsRecorder(TorchDispatchMode):
+    def __init__(self, meta: TensorMeta) -> None:
+        super().__init__()
+        self.stand_in, self._meta = stand_in_of(meta), meta
+        self.boxes: dict[Box, None] = {}  # in the order of the loader
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta:
+            if storage(args[1]) != storage(self.stand_in):
+                raise NotACopy("its loader computes what it stores")
+            box = box_of(self._meta.shape, args[1])
+            if box is None:
+                raise NotACopy(f"its loader takes no block of it, but a view of {tuple(args[1].shape)}")
+            self.boxes[box] = None
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class StandIns(TorchDispatchMode):
+    """Of one update: to be entered wherever loaders may run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._came: dict[int, tuple[TensorMeta, torch.Tensor, Mapping[Box, torch.Tensor]]] = {}  # by storage
+
+    def add(self, meta: TensorMeta, boxes: Mapping[Box, torch.Tensor]) -> torch.Tensor:
+        """What is handed to the loader; boxes: what has come of the tensor."""
+        stand_in = stand_in_of(meta)
+        self._came[storage(stand_in)] = meta, stand_in, boxes  # the stand-in too: a freed storage's number is reused
+        return stand_in
+
+    def keep(self, storages: Collection[int]) -> None:
+        """What came is freed, but for the tensors whose stand-ins have these storages."""
+        self._came = {number: came for number, came in self._came.items() if number in storages}
+
+    @property
+    def held_bytes(self) -> int:
+        return sum(box.nbytes for _, _, boxes in self._came.values() for box in boxes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            args = (args[0], self._found(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+    def _found(self, view: torch.Tensor) -> torch.Tensor:
+        if (came := self._came.get(storage(view))) is None:
+            raise NotACopy("a loader computes what it stores")
+        meta, _, boxes = came
+        box = box_of(meta.shape, view)
+        if box is None or box not in boxes:
+            raise NotACopy(f"{meta.name}: its loader takes another part than when the engine joined")
+        return boxes[box].reshape(view.shape)
+
+
+def stand_in_of(meta: TensorMeta) -> torch.Tensor:
+    """The tensor without memory."""
+    return torch.empty(meta.shape, dtype=wire.dtype_of(meta.dtype), device="meta")
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """The same for all views of a tensor."""
+    return tensor.untyped_storage()._cdata

@@ -6,6 +6,12 @@ gloo
     plus its rank in the engine. Then trainer and workers call `open_group` side by side. A bucket is announced by
     update info {names, dtypes, shapes} and travels, while that request is open, as ONE broadcast of a flat uint8 tensor
     (the tensors' bytes back to back, see `split_flat`) from rank 0. A bucket without bytes is not broadcast.
+gloo-sharded
+    Init info {transport: "gloo-sharded", stores, rank_offset, world_size, group, timeout_seconds}: stores has
+    [address, port] of each of the trainer's ranks, and a worker joins a group with each, in this order, as with gloo.
+    Then all agree through these stores, with what rltool.engines.transfer.shards writes: each rank has put the buckets
+    there, a worker puts what it needs of them into each store, and each rank what it sends to each worker. A bucket is
+    announced as with gloo, and travels as one message of uint8 (tag 0) from each rank that has pieces for a worker.
 nccl
     Init info {transport: "nccl", unique_id, nccl_version, rank_offset, world_size, timeout_seconds}: the unique id that
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call
@@ -52,6 +58,7 @@ from torch.distributed import (
     ProcessGroupGloo,
     Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
+    Work,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from rltool.engines.types import Bucket, TensorMeta
@@ -188,12 +195,18 @@ def open_group(
     if store is None and rank == 0:
         store = host_store(address, port, timeout_seconds)
     elif store is None:
-        _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2))
-        store = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = connect_store(address, port, timeout_seconds)
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
     options._timeout = timeout
     options._devices = [ProcessGroupGloo.create_device(hostname=local_address(address, port))]
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
+
+
+def connect_store(address: str, port: int, timeout_seconds: float) -> TCPStore:
+    """The trainer's store, from an engine. Raises ConnectionError naming both ends."""
+    _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2))
+    timeout = timedelta(seconds=timeout_seconds)
+    return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _knock(address: str, port: int, seconds: float) -> None:
@@ -215,6 +228,11 @@ def broadcast(group: ProcessGroupGloo, flat: torch.Tensor) -> None:
     options = BroadcastOptions()
     options.rootRank = 0
     group.broadcast([flat], options).wait()  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
+
+
+def receive(group: ProcessGroupGloo, flat: torch.Tensor) -> Work:
+    """One message from rank 0 (tag 0), into `flat`; to be waited for."""
+    return group.recv([flat], 0, 0)  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stub
 
 
 def local_address(host: str, port: int) -> str:

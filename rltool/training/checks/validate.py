@@ -23,6 +23,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
+from rltool.megatron.shards import LEAVE_OUT, QUANTISED, check_family
 from rltool.models.adapters import adapters_of
 from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
@@ -122,6 +123,10 @@ def check_model(config: TrainConfig) -> None:
     check_layout(
         family, trainer.layout, sequence_parallel=trainer.sequence_parallel, shared_prefixes=trainer.shared_prefixes
     )
+    if config.weights.sharded:
+        if config.engines.quantization != "none":
+            raise UsageError(f"{QUANTISED}: {LEAVE_OUT}")
+        check_family(family)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if family.rotary.longest is not None and config.needs_engines and longest > family.rotary.longest:
         raise UsageError(

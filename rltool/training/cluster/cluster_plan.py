@@ -22,6 +22,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.parallel_flags import parallel_sizes
 from rltool.engines.launch.plan import Host, Seat, Slot, engine_slots, seat_slots
 from rltool.errors import UsageError
+from rltool.megatron.shards import owners
 from rltool.models.base import Family
 from rltool.models.layout import owner_stage
 from rltool.models.memory import (
@@ -420,7 +421,7 @@ def _on_hosts(cluster: Cluster, ranks: int, seats: Sequence[tuple[Seat, ...]]) -
 
 
 def _transport(config: TrainConfig) -> str:
-    chosen = config.weights.transport
+    chosen = "gloo" if config.weights.sharded else config.weights.transport
     if chosen != "auto":
         return chosen
     return "ipc" if config.needs_engines and config.engines.shares_gpus else "nccl"
@@ -452,6 +453,18 @@ def gathered_bytes(family: Family, layout: ParallelLayout, per_host: int, *, ite
     return near, far
 
 
+def sharded_bytes(family: Family, layout: ParallelLayout, per_host: int, *, item: int) -> list[float]:
+    """Of one copy of the weights, what each host's ranks send (weights.sharded): those that hold the same share it."""
+    out = [0.0] * -(-layout.world_size // per_host)
+    for parameter in family.parameters:
+        size = math.prod(parameter.merged_shape) * (4 if parameter.keeps_fp32 else item)
+        cut = owners(parameter, family, layout)
+        for ranks in cut:
+            for rank in ranks:
+                out[rank // per_host] += size / len(cut) / len(ranks)
+    return out
+
+
 def sync_links(
     family: Family, layout: ParallelLayout, per_host: int, seats: Iterable[tuple[Seat, ...]], config: TrainConfig,
     rates: Mapping[str, float], *, item: int,
@@ -459,6 +472,7 @@ def sync_links(
     """What a weight sync carries over each kind of link. Rank 0, on host 0, gathers the weights and sends each engine a
     copy; engines in one group with it pass it on among their GPUs (NCCL). seats: of the engines.
 
+    With weights.sharded each host of ranks sends what its ranks hold, and a host of engines gets what these store.
     Patches (weights.delta, transport delta) are of the share `changed`; versions that go whole are not counted.
     """
     weights, transport = config.weights, _transport(config)
@@ -471,6 +485,14 @@ def sync_links(
     def link(what: str, carried: float, rate: str) -> Link:
         return Link(what, int(carried), carried / (rates[rate] * 1e9))
 
+    if weights.sharded:
+        out = sharded_bytes(family, layout, per_host, item=item)
+        most = max(out) * len(taken)
+        yield link(f"out of the ranks' host that sends most, over TCP; {len(taken)} copies in all", most, "tcp")
+        into = Counter(seat.node for seats in taken for seat in seats)
+        shares = {node: sum(size * sum(s.node == node for s in seats) / len(seats) for seats in taken) for node in into}
+        yield link("into the engines' host that takes most, over TCP", max(shares.values(), default=0.0), "tcp")
+        return
     if transport == "ipc":  # a broadcast to every rank, which copies to the engine on its GPU
         hosts = -(-layout.world_size // per_host)
         yield link("weights to every rank, over a GPU's network adapter", size if hosts > 1 else 0, "network")

@@ -118,6 +118,7 @@ class TrainerActor:
         sender = WeightSender(
             config.weights, self._plan_of(trainer), device=device, deadline=config.deadlines.bucket,
             model_files=config.model.path, rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
+            layout=config.trainer.layout,
         )  # fmt: skip
         self._closing.callback(sender.close)
         saver = CheckpointSaver(trainer, asynchronous=config.checkpoint.async_save, critic=critic)
@@ -264,7 +265,9 @@ class TrainerActor:
         """A collective of all ranks; each reports of the engines that it sends to."""
         everywhere = self._here.sender.needs_all_ranks(urls)
         trainer, plan = self._here.trainer, self._here.sender.plan
-        if plan.peft is not None:
+        if (part := self._here.sender.part) is not None:
+            stream, held = trainer.export_own(part), trainer.own_bytes(part)
+        elif plan.peft is not None:
             stream, held = trainer.export_adapters(everywhere=everywhere), 0
         else:
             stream = trainer.export_weights(everywhere=everywhere, plan=plan)

@@ -13,13 +13,13 @@ from rltool.weights.transport import Rendezvous
 
 def one_meeting(meetings: Sequence[Mapping[str, Rendezvous]]) -> dict[str, Rendezvous]:
     """URL -> where the engine meets the ranks; meetings: what each rank has hosted. An engine that several ranks send
-    to has the handles of all of them."""
+    to has the handles, or the stores, of all of them."""
     found: dict[str, Rendezvous] = {}
     for meeting in meetings:
         for url, rendezvous in meeting.items():
             before = found.get(url, rendezvous)
             handles = {gpu: handle or before.handles[gpu] for gpu, handle in rendezvous.handles.items()}
-            found[url] = replace(before, handles=handles)
+            found[url] = replace(before, handles=handles, stores=before.stores | rendezvous.stores)
     return found
 
 
@@ -29,7 +29,8 @@ def one_report(reports: Sequence[SendReport]) -> SendReport:
     failures = one_answer([report.failures for report in reports])
     seconds = max(report.seconds for report in reports)
     memory = most(report.memory for report in reports)
-    return SendReport(reports[0].bytes, seconds, failures, reports[0].patch_bytes, memory)
+    sent = tuple(size for report in reports for size in report.sent_bytes)
+    return SendReport(reports[0].bytes, seconds, failures, reports[0].patch_bytes, memory, sent)
 
 
 def one_answer(failures: Sequence[Failures]) -> Failures:

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 
+from rltool.config.parallel import ParallelLayout
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan, Stream, drain
+from rltool.megatron.shards import OwnPart
 from rltool.processes import garbage
 from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
@@ -44,7 +46,8 @@ NOT_CONNECTED = "it has no transfer group with the trainer"
 class SendReport:
     """bytes: of one copy of the weights; failures: URL -> reason, for engines that dropped out on the way; patch_bytes:
     with weights.delta, of what changed since the weights that were sent before, None where there were none; memory:
-    that the sync held at most beside model and engines: buckets, what was gathered, copies that deltas are made with.
+    that the sync held at most beside model and engines: buckets, what was gathered, copies that deltas are made with;
+    sent_bytes: with weights.sharded, what the rank itself has sent, to all workers; of all ranks in order, once joined.
     """
 
     bytes: int
@@ -52,6 +55,7 @@ class SendReport:
     failures: dict[str, str] = field(default_factory=dict)
     patch_bytes: int | None = None
     memory: Memory = NONE
+    sent_bytes: tuple[int, ...] = ()
 
 
 class WeightSender:
@@ -59,16 +63,18 @@ class WeightSender:
     time. All ranks get the same calls, in the same order.
 
     plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
-    (DeadlinesConfig.bucket); model_files, gpu: see SenderOptions.
+    (DeadlinesConfig.bucket); model_files, gpu: see SenderOptions; layout: of the ranks. UsageError for a plan that
+    cannot be sharded, with weights.sharded.
     """
 
     def __init__(
         self, config: WeightsConfig, plan: ExportPlan, *, device: torch.device, deadline: float, model_files: Path,
-        rank: int = 0, gpu: str = "",
+        rank: int = 0, gpu: str = "", layout: ParallelLayout = ParallelLayout(),
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
         self.rank, self.gpu = rank, gpu
         self.plan, self._buckets, self._peft = plan, plan.buckets(config.bucket_bytes), plan.peft
+        self.part = OwnPart(plan, layout, rank, config.bucket_bytes) if config.sharded else None
         self._channels: dict[str, Channel] = {}
         self._elsewhere: set[str] = set()  # engines that other ranks send to
         self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank
@@ -85,7 +91,7 @@ class WeightSender:
         options = SenderOptions(
             group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu,
             max(map(bucket_bytes, self._buckets), default=0), self._encoder, self._peft,
-            sum(map(bucket_bytes, self._buckets)),
+            sum(map(bucket_bytes, self._buckets)), self.part,
         )  # fmt: skip
         self.leave([receiver.url for receiver in receivers])
         here = [receiver for receiver in receivers if self._sends_to(receiver)]
@@ -142,7 +148,9 @@ class WeightSender:
                 encoder.release()
         size = sum(map(bucket_bytes, self._buckets))
         patch_bytes = encoder.patch_bytes if encoder is not None else None
-        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory)
+        counts = [c.transport.sent_bytes for c in channels if c.transport.sent_bytes is not None]
+        sent = () if self.part is None else (sum(counts),)
+        return SendReport(size, time.perf_counter() - started, unknown | failures, patch_bytes, memory, sent)
 
     def needs_all_ranks(self, urls: Collection[str]) -> bool:
         """Whether every rank needs the tensors, to send them to these engines. The same on all ranks, whatever has
@@ -188,7 +196,10 @@ class WeightSender:
             self._encoder.forget()
 
     def _sends_to(self, receiver: Receiver) -> bool:
-        if transport(receiver.dialect, receiver.backend).senders == "rank0":
+        senders = transport(receiver.dialect, receiver.backend).senders
+        if senders == "owners":
+            return True
+        if senders == "rank0":
             sends = self.rank == 0
         else:
             self._by_every_rank.add(receiver.url)
@@ -213,7 +224,7 @@ class WeightSender:
         def submit(channel: Channel, function: Callable[[], object]) -> Call:
             return channel.submit(SENDING, function, self.deadline)
 
-        buckets = self._buckets
+        buckets = self._buckets if self.part is None else self.part.buckets
         if encoder is not None:
             encoder.begin(version, buckets)
         begun = [(channel, submit(channel, partial(channel.transport.begin, version, buckets))) for channel in channels]
@@ -221,7 +232,9 @@ class WeightSender:
             channel.wait(call)
         buffers = BucketBuffers(self.device, {channel.transport.device for channel in channels})
         behind: list[tuple[Channel, Sending, list[Taking]]] = []  # the last bucket, where the next goes out before
-        for bucket, _ in fill_buckets(stream, buckets, buffers.take):
+        for bucket, flat in fill_buckets(stream, buckets, buffers.take):
+            if flat is None:  # of which this rank holds nothing
+                continue
             copies = buffers.filled()
             if encoder is not None:
                 encoder.add(bucket, copies[CPU])

@@ -59,6 +59,7 @@ OWNERS = {
         "engines/plugin": "what runs inside a vLLM server",
         "engines/transfer/wire.py": "the wire contract, which trainer and plugin share",
         "engines/delta": "patches of tensors, which trainer, plugin and followers share",
+        "engines/transfer/shards.py": "the plan of sharded transfers, which trainer and plugin share",
         "engines/transfer/fp8.py": "the format of quantised weights, which trainer and plugin share",
         "engines/transfer/nccl.py": "communicators, which trainer and plugin share",
         "engines/transfer/ipc.py": "memory that the trainer shares with the plugin",
@@ -121,9 +122,10 @@ IMPORTS_NOTHING_HEAVY = (
 
 TORCH_ALONE = (
     "engines/transfer/wire.py", "engines/transfer/nccl.py", "engines/transfer/ipc.py", "engines/transfer/fp8.py",
-    "engines/delta/",
+    "engines/transfer/shards.py", "engines/delta/",
 )  # fmt: skip
 """What trainer and plugin share; it needs torch."""
+WITH_TORCH = ("wire", "nccl", "fp8", "shards")
 
 
 class Import(NamedTuple):
@@ -257,7 +259,7 @@ def test_the_base_installation_imports_nothing_heavy_at_the_top():
             continue
         room = found.module.split(".")[1] if found.package == "rltool" and "." in found.module else ""
         shared = found.module.startswith(
-            tuple(f"rltool.engines.{part}" for part in ("transfer.wire", "transfer.nccl", "transfer.fp8", "delta"))
+            tuple(f"rltool.engines.{part}" for part in (*(f"transfer.{name}" for name in WITH_TORCH), "delta"))
         )
         if found.package in heavy or room in heavy_rooms or shared:
             wrong.append(f"{found.file} imports {found.module}")
@@ -310,6 +312,7 @@ def test_the_plugin_needs_nothing_of_the_trainer():
         "rltool.engines.plugin",
         "rltool.engines.transfer.wire",
         "rltool.engines.transfer.nccl",
+        "rltool.engines.transfer.shards",
         "rltool.engines.delta",
     )
     assert {module for module in found if not module.startswith(shared)} <= allowed

@@ -87,6 +87,16 @@ def test_rank_0_sends_a_copy_to_each_engine(transport, copies):
     assert plan.sync_seconds == max(link.seconds for link in plan.sync)
 
 
+def test_sharded_each_host_of_ranks_sends_its_part_and_a_host_of_engines_gets_one_copy_of_each():
+    sets = "engines.groups=[{count = 4, tp = 2}]", "weights.sharded=true", "trainer.sequence_parallel=true"
+    plan = plan_of("30B-A3B", *sets, "trainer.tensor_parallel=2", "trainer.world_size=16", hosts=3, trainer_hosts=2)
+    weights = 2 * parameters_of(family_of("30B-A3B")).total
+    out, into = plan.sync
+    # Two hosts of ranks that hold the same, or half of the experts each: half of four copies.
+    assert out.carried == pytest.approx(4 * weights / 2, rel=0.01) and into.carried == 4 * weights
+    assert plan.transport == "gloo" and out.seconds == pytest.approx(out.carried / (RATES["tcp"].value * 1e9))
+
+
 def test_patches_are_a_share_of_that_and_a_given_rate_counts():
     sets = "engines.groups=[{count = 4, tp = 2}]", "weights.delta=true"
     whole, patches = plan_of("30B-A3B", sets[0], hosts=2), plan_of("30B-A3B", *sets, hosts=2)

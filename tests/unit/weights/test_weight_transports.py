@@ -361,3 +361,40 @@ def test_vllm_is_announced_buckets_as_messages_and_joins_the_group_of_whole_weig
     init = asked.init(meeting, rank_offset=1, timeout_seconds=9)
     assert init == plain.init(meeting, rank_offset=1, timeout_seconds=9)
     assert asked.staged and not asked.after_send
+
+
+# -- sharded
+
+
+def test_sharded_weights_go_over_gloo_to_rltools_plugin_and_others_are_refused_by_name():
+    config = WeightsConfig(sharded=True)
+    assert choose(info(), config, "cpu") == choose(info(), config, "cuda") == "gloo-sharded"
+    with pytest.raises(UsageError, match=r"weights\.sharded.*need a vLLM with rltool's plugin"):
+        choose(info(dialect="sglang", plugin=False), config, "cpu")
+    with pytest.raises(UsageError, match="cannot be sent sharded weights: its backend is 'nccl'"):
+        choose(info(weight_backend="nccl", plugin=False), config, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        ({"transport": "nccl"}, 'transport = "nccl"'),
+        ({"transport": "disk"}, 'transport = "disk"'),
+        ({"transport": "ipc"}, 'transport = "ipc"'),
+        ({"staged": True}, "with staged"),
+        ({"advertise_host": "10.0.0.9"}, "every rank listens"),
+        ({"delta": "auto"}, "with delta"),
+        ({"lora_sync": "adapter"}, "an adapter is sent by rank 0"),
+        ({"engines": ({"group": "far", "transport": "disk"},)}, 'transport = "disk"'),
+    ],
+)
+def test_what_sharded_does_not_go_with_is_named(other, named):
+    with pytest.raises(ValueError, match=named):
+        WeightsConfig(sharded=True, **other)
+
+
+def test_a_worker_joins_every_rank_in_their_order():
+    stores = {"10": ("10.0.0.3", 7), "2": ("10.0.0.2", 6), "0": ("10.0.0.1", 5)}
+    meeting = Rendezvous("gloo-sharded", 3, "g", stores=stores)
+    (http,) = control("vllm", "gloo-sharded").init(meeting, rank_offset=1, timeout_seconds=9)
+    assert http.body["init_info"]["stores"] == [["10.0.0.1", 5], ["10.0.0.2", 6], ["10.0.0.3", 7]]
