@@ -28,6 +28,8 @@ def sample_view(record: SampleRecord, title: str, *, all_tokens: bool, terminal:
         Text(facts(record)),
         _block("prompt", Text(visible(record.prompt))),
     ]
+    if record.pictures:
+        parts.append(_block("pictures", Text(visible("\n".join(name for name, _ in record.pictures)))))
     if record.label is not None:
         parts.append(_block("label", Text(visible(record.label))))
     if record.train_metadata:

@@ -24,6 +24,7 @@ class SampleRecord:
     tokens, token_ids, mask and engine_logprobs have one entry for each token of the response; mask is 1 where the
     policy sampled the token, 0 where an environment inserted it. trainer_logprobs: None where the trainer has none (no
     loss on that token, or the sample was not compared). versions: (weight version, start, end) in the response.
+    pictures: of the prompt, what the row calls each and a data URL of it, made smaller where it is large.
     """
 
     group: int
@@ -40,6 +41,7 @@ class SampleRecord:
     trainer_logprobs: tuple[float | None, ...] | None = None
     label: str | None = None
     versions: tuple[tuple[str, int, int], ...] = ()
+    pictures: tuple[tuple[str, str], ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
     train_metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -165,6 +167,7 @@ def _record(entry: dict[str, Any]) -> SampleRecord:
             **entry,
             **{name: tuple(entry[name]) for name in lists},
             "trainer_logprobs": None if entry["trainer_logprobs"] is None else tuple(entry["trainer_logprobs"]),
+            "pictures": tuple((name, url) for name, url in entry.get("pictures", ())),
             "versions": tuple((version, start, end) for version, start, end in entry["versions"]),
         }
     )

@@ -161,10 +161,12 @@ def samples(runs: Sequence[RunFiles]) -> str:
 def _answer(name: str, record: SampleRecord) -> str:
     reward = "no reward" if record.reward is None else f"reward {record.reward:g}"
     label = f"<p><small>label {escape(_cut(record.label))}</small></p>" if record.label is not None else ""
+    pictures = ((escape(name), escape(url)) for name, url in record.pictures)
+    seen = "".join(f'<img src="{url}" alt="{name}" title="{name}">' for name, url in pictures)
     spans = "".join(_span(record, span.mask, span.start, span.end) for span in record.spans)
     return (
         f'<div class="answer"><b>{name}, {reward}</b> <small>{escape(record.status)}, {len(record.tokens)} tokens'
-        f"</small><pre>{escape(_cut(record.prompt))}</pre>{label}<pre>{spans}</pre></div>"
+        f"</small>{seen}<pre>{escape(_cut(record.prompt))}</pre>{label}<pre>{spans}</pre></div>"
     )
 
 

@@ -60,6 +60,7 @@ small { color: var(--soft); }
 .answers { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 14px;
   margin-top: 10px; }
 .answer { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; padding: 10px 14px; }
+.answer img { display: block; margin: 6px 0 0; max-width: 256px; image-rendering: pixelated; }
 .answer pre { margin: 6px 0 0; white-space: pre-wrap; overflow-wrap: anywhere; max-height: 18em; overflow-y: auto;
   font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
 .inserted { color: var(--soft); }

@@ -19,6 +19,8 @@ from rltool.models.pictures import Place, places_of, token_grid
 
 KEPT_FILES = 512
 """Files in memory: the samples of a group share one, and of a batch few more are in use at a time."""
+SHOWN_BYTES, SHOWN_PIXELS = 16 * 1024, 256
+"""Of what reports show: larger files are made smaller."""
 ORIENTATION = 0x0112
 """EXIF's tag of how a camera was held."""
 
@@ -95,6 +97,29 @@ def for_engine(inputs: Mapping[str, Sequence[str]], places: Sequence[int]) -> tu
     """places: a sample's picture_places."""
     found = zip(inputs.get("image", ()), places_of(places), strict=True)
     return tuple(Picture(place.at, place.tokens, _url(picture_file(source))) for source, place in found)
+
+
+def shown_pictures(inputs: Mapping[str, Sequence[str]]) -> tuple[tuple[str, str], ...]:
+    """For people: (what the row calls it, data URL of a picture of at most SHOWN_PIXELS a side) of each. A file that is
+    no longer there has an empty URL."""
+    return tuple(("data" if x.startswith("data:") else x, _shown(x)) for x in inputs.get("image", ()))
+
+
+@lru_cache(KEPT_FILES)
+def _shown(source: str) -> str:
+    from PIL import Image
+
+    try:
+        data = picture_file(source)
+    except ValueError:
+        return ""
+    if len(data) <= SHOWN_BYTES:
+        return _url(data)
+    stream = io.BytesIO()
+    with Image.open(io.BytesIO(data)) as image:
+        image.thumbnail((SHOWN_PIXELS, SHOWN_PIXELS))
+        image.save(stream, "jpeg")
+    return _url(stream.getvalue())
 
 
 @lru_cache(KEPT_FILES)

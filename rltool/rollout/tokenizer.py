@@ -183,7 +183,8 @@ def load_tokenizer(
     stop_ids = {*_eos_ids(model_dir / "generation_config.json"), *stop_token_ids}
     if hf_tokenizer.eos_token_id is not None:
         stop_ids.add(hf_tokenizer.eos_token_id)
-    vocab_size = _read_json(model_dir / "config.json").get("vocab_size") or len(hf_tokenizer)
+    config = _read_json(model_dir / "config.json")
+    vocab_size = (config.get("text_config") or config).get("vocab_size") or len(hf_tokenizer)
     return Tokenizer(hf_tokenizer, stop_ids=stop_ids, vocab_size=vocab_size, pictures=pictures)
 
 

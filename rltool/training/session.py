@@ -36,6 +36,7 @@ from rltool.training.checks.preflight import (
     describe_fleet,
     foreign_weights,
     model_facts,
+    of_text,
 )
 from rltool.training.checks.weight_routes import describe_routes, idle_rules
 from rltool.training.cluster.devices import describe_devices
@@ -334,7 +335,7 @@ def _rollouts(
     # A directory of this run alone: what else lies in a shared one is other runs'.
     directory = (config.weights.disk_dir / lineage.run) if config.weights.disk_dir else run.path / "weights"
     lease = LeaseTerms(holder_of_this_process(run.run_id, run.name), config.engines.lease_seconds, prepared.steal)
-    vocab_size = model_facts(config.model.path)["vocab_size"]
+    vocab_size = of_text(model_facts(config.model.path))["vocab_size"]
     syncing = Syncing(trainer.handles(), lineage, prepared.device, directory, lease, vocab_size)
     files = RolloutFiles(
         rollouts=run.rollouts_dir if config.rollout.dump else None, evals=run.evals_dir,

@@ -224,5 +224,5 @@ def _config(launch: EngineLaunch) -> Mapping[str, Any]:
 
 
 def _cpu_max_model_len(config: Mapping[str, Any]) -> int:
-    longest = config.get("max_position_embeddings")
+    longest = (json_object(config.get("text_config")) or config).get("max_position_embeddings")
     return min(longest, CPU_MAX_MODEL_LEN) if isinstance(longest, int) else CPU_MAX_MODEL_LEN

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rltool.report.samples import SampleRecord, spread
+from rltool.rollout.pictures import shown_pictures
 from rltool.rollout.sample import Sample
 from rltool.rollout.tokenizer import Tokenizer
 
@@ -26,13 +27,14 @@ def sample_record(sample: Sample, tokenizer: Tokenizer | None) -> SampleRecord:
         status=str(sample.status), prompt_tokens=len(sample.prompt_ids), tokens=tokens, token_ids=tuple(ids),
         mask=tuple(sample.response_mask), engine_logprobs=tuple(map(_rounded, sample.response_logprobs)),
         label=sample.label, versions=tuple((span.version, span.start, span.end) for span in sample.versions),
+        pictures=shown_pictures(sample.multimodal_inputs) if sample.picture_places else (),
         metadata=sample.metadata, train_metadata=sample.train_metadata,
     )  # fmt: skip
 
 
 def _read(sample: Sample, tokenizer: Tokenizer | None) -> str:
     """What the model has read before it wrote. An agent's prompt is not its row's text."""
-    if tokenizer is None:
+    if tokenizer is None or sample.picture_places:  # a page of placeholders otherwise
         return sample.prompt_text
     whole = tokenizer.decode_everything(sample.prompt_ids)
     return sample.prompt_text if whole.endswith(sample.prompt_text) else whole  # all but a BOS

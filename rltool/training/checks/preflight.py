@@ -288,7 +288,7 @@ def engine_problems(
     if too_old_or_new is not None:
         return [too_old_or_new]
     problems = []
-    text, model = _of_text(info.model_config), _of_text(model)
+    text, model = of_text(info.model_config), of_text(model)
     for key in ARCHITECTURE_KEYS:
         if key in text and key in model and text[key] != model[key]:
             problems.append(
@@ -379,7 +379,7 @@ def _weight_problems(
     return []
 
 
-def _of_text(config: dict[str, Any]) -> dict[str, Any]:
+def of_text(config: dict[str, Any]) -> dict[str, Any]:
     """The part that describes the language model, where a model sees pictures as well."""
     return config.get("text_config") or config
 
@@ -399,7 +399,7 @@ def with_model_config(info: EngineInfo) -> EngineInfo:
     except (OSError, ValueError):
         return info
     reported = {key: value for key, value in info.model_config.items() if value is not None}
-    return replace(info, model_config=config | reported, vocab_size=_of_text(config).get("vocab_size"))
+    return replace(info, model_config=config | reported, vocab_size=of_text(config).get("vocab_size"))
 
 
 def uncompared(fleet: ProbedFleet) -> list[str]:
