@@ -61,11 +61,12 @@ def write_model(directory: Path, shape: str, dtype: torch.dtype) -> None:
     text, vision = SHAPES[shape]
     rope = dict(rope_type="default", rope_theta=5e6, mrope_section=text["mrope_section"], mrope_interleaved=True)
     text = {key: value for key, value in text.items() if key != "mrope_section"} | dict(rope_parameters=rope)
-    config = Qwen3VLConfig(
+    settings: dict[str, Any] = dict(
         text_config=text | dict(max_position_embeddings=262144, tie_word_embeddings=True),
         vision_config=vision | dict(patch_size=16, out_hidden_size=text["hidden_size"]),
         tie_word_embeddings=True, architectures=["Qwen3VLForConditionalGeneration"], **IDS,
     )  # fmt: skip
+    config = Qwen3VLConfig(**settings)
     config.save_pretrained(directory)
     size = {"shortest_edge": 256 * 32 * 32, "longest_edge": 16384 * 32 * 32}
     Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size).save_pretrained(directory)
@@ -143,6 +144,7 @@ def measure(args: argparse.Namespace, directory: Path, port: int) -> dict[str, A
             torch.cuda.reset_peak_memory_stats()
         batch = batch_of(args, trainer, 1)
         fresh, kept = timed(lambda: step(batch)), min(timed(lambda: step(batch)) for _ in range(args.steps))
+        assert batch.picture_places is not None
         text = batch.replace(tokens=batch.tokens.clamp(max=1000), picture_places=None, picture_files=None)
         plain = min(timed(lambda: step(text)) for _ in range(args.steps))
         return {

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
+from array import array
 from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.cli import main
@@ -17,8 +21,10 @@ from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
 from rltool.report.sample_text import sample_view
 from rltool.report.samples import SampleRecord, Span, mean_difference, median, ordered, read_samples, spread
+from rltool.report.sections import _answer
 from rltool.rollout.measure.dump import about_model, write_dump
 from rltool.rollout.measure.sample_records import records_to_keep, sample_record
+from rltool.rollout.pictures import _shown, picture_file
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.terminal import Console
 from rltool.training.observe.sample_log import SampleLog, Scored, with_trainer_logprobs
@@ -106,6 +112,23 @@ def test_the_prompt_of_a_record_is_what_the_model_has_read():
     assert sample_record(one, Letters()).prompt == "hi"
     one.prompt_text = "the row's"
     assert sample_record(one, Letters()).prompt == "hi" and sample_record(one, None).prompt == "the row's"
+
+
+def test_pictures_of_a_prompt_are_named_and_shown_small(tmp_path):
+    drawn, file = Image.effect_noise((600, 300), 90).convert("RGB"), tmp_path / "noise.png"
+    drawn.save(file)
+    one = sample(0, 0, "a", 1.0)
+    one.multimodal_inputs, one.picture_places = {"image": [str(file)]}, array("q", [1, 2, 4, file.stat().st_size])
+    found = sample_record(one, Letters())
+    [(name, url)] = found.pictures
+    assert name == str(file) and found.prompt == "p", "its placeholders are not shown"
+    with Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) as small:
+        assert small.size == (256, 128)
+    assert str(file) in shown(found) and f'src="{url}"' in _answer("first", found)
+    file.unlink()
+    _shown.cache_clear()
+    picture_file.cache_clear()
+    assert sample_record(one, Letters()).pictures == ((name, ""),)
 
 
 def kept_of(samples, count):
