@@ -69,7 +69,8 @@ class Limits:
 class _Model:
     """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; samplers: of its weights for
     sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
-    these. ttl: seconds that a save asked for. expires: set later, seconds of the clock, None for never."""
+    these. ttl: seconds that a save asked for. expires: set later, seconds of the clock, None for never. refused: by the
+    trainer, when it was to be made; it is neither listed nor counted."""
 
     client: str
     lora: dict[str, Any] | None
@@ -79,6 +80,7 @@ class _Model:
     deleted: set[str] = field(default_factory=set)
     ttl: dict[str, float] = field(default_factory=dict)
     expires: dict[str, float | None] = field(default_factory=dict)
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -313,7 +315,7 @@ class Service:
 
     def models_of(self, client: str) -> list[str]:
         """In the order in which they were made."""
-        return [name for name, each in self._models.items() if each.client == client]
+        return [name for name, each in self._models.items() if each.client == client and not each.refused]
 
     def last_call(self, model: str) -> float:
         """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
@@ -413,7 +415,7 @@ class Service:
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, *parse_path(body["path"]))
-        own = [each for each in self._models.values() if each.client == client]
+        own = [self._models[name] for name in self.models_of(client)]
         if model not in self._models and len(own) >= self.limits.models:
             raise UsageError(f"there are {len(own)} models, the most that a client may have")
         if kind in ("save_weights", "save_weights_for_sampler") and not body.get("sampling_session"):
@@ -441,7 +443,8 @@ class Service:
             self._models[call.model].expires[call.body["name"]] = call.body["expires"]
             return
         if call.kind in ("create_model", "load_weights") and call.model not in self._models:
-            self._models[call.model] = _Model(call.client, call.body["lora_config"], set())
+            refused = "error" in self._journal.results.get(call.number, {})
+            self._models[call.model] = _Model(call.client, call.body["lora_config"], set(), refused=refused)
         if call.kind == "save_weights":
             self._models[call.model].names.add(call.body["name"])
             if "ttl_seconds" in call.body:
@@ -505,7 +508,7 @@ class Service:
 
     def models(self) -> dict[str, int]:
         """By client."""
-        return dict(Counter(each.client for each in tuple(self._models.values())))
+        return dict(Counter(each.client for each in tuple(self._models.values()) if not each.refused))
 
     def _carry_out(self, call: Call) -> None:
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
@@ -516,6 +519,8 @@ class Service:
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
             counts["failed"] += 1
+            if _makes_a_model(call):
+                self._models[call.model].refused = True
         finally:
             self.running = ""
             counts["calls"] += 1
@@ -572,6 +577,10 @@ def _ttl(seconds: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
         raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
     return seconds
+
+
+def _makes_a_model(call: Call) -> bool:
+    return call.kind == "create_model" or (call.kind == "load_weights" and call.body["create"])
 
 
 def _uses(call: Call, model: str, name: str) -> bool:

@@ -279,6 +279,34 @@ def test_limits_are_refused_by_name(tmp_path):
     asyncio.run(case())
 
 
+def test_a_model_that_the_trainer_refuses_is_neither_listed_nor_counted(tmp_path, monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise UsageError("no room")
+
+    async def case() -> None:
+        service, trainer = make(tmp_path, models=1)
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "base_model": "base"}
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "create", refuse)
+            refused = await service.create_model("a", body | {"model_seq_id": 0})
+            assert "no room" in (await service.result("a", refused.number, 5) or {})["error"]
+        assert service.models() == {} and service.models_of("a") == []
+        made = await service.create_model("a", body | {"model_seq_id": 1})
+        assert "error" not in (await service.result("a", made.number, 5) or {"error": ""})
+        assert await service.create_model("a", body | {"model_seq_id": 0}) == refused, "a repetition is answered"
+        with pytest.raises(UsageError, match="1 models, the most"):
+            await service.create_model("a", body | {"model_seq_id": 2})
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        again, _ = make(tmp_path, models=1)
+        assert again.models_of("a") == [made.model] and again.models() == {"a": 1}
+
+    asyncio.run(case())
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
