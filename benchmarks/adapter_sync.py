@@ -1,12 +1,13 @@
 """How long until an engine that serves on samples its first token with a new adapter.
 
-    python -m benchmarks.adapter_sync --size 7B --rank 32             trainer's tensors and vLLM on one GPU, over gloo
+    python -m benchmarks.adapter_sync --size 7B --transport ipc       trainer's tensors and vLLM on one GPU
     python -m benchmarks.adapter_sync --size tiny --rank 4 --cpu
 
 A vLLM with rltool's plugin and random weights in the shape of a real model is sent random adapters of all linear
 layers, through the classes with which the trainer does it, while --load requests run with the adapter before. One line
-of JSON a round: seconds to send (beside generation), to publish, and from there to the first token of a request with
-the new name; beside it those of one with a name that is there already. Nothing is paused. Every adapter must sample
+of JSON a round: seconds to send (beside generation: until it is in its place in the worker), to publish, and from there
+to the first token of a request with the new name; beside it those of one with a name that is there already, and, out of
+the engine's log, the worker's parts of the sending. Nothing is paused. Every adapter must sample
 otherwise than the one before, the same tensors under another name the same, and no request in flight may end early.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import re
 import statistics
 import sys
 import time
@@ -34,6 +36,7 @@ from rltool.config.sections import LoraConfig
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH
+from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Completion, GenerateRequest, HttpRequest, SamplingParams, TensorMeta
 from rltool.megatron.export_plan import adapter_plan
@@ -81,7 +84,7 @@ class Rounds:
         started = time.perf_counter()
         await self.send(name)
         sent = time.perf_counter()
-        body = {"name": name, "version": name, "peft": self.weights.plan.peft}
+        body = {"name": name, "version": name}
         await self.link.run([HttpRequest("POST", PUBLISH_PATH, body)])
         published = time.perf_counter()
         await self.sample(name, SHORT)
@@ -109,7 +112,11 @@ class Rounds:
             for each in requests
         ]
         stream, url = self.weights.stream(), self.endpoint.url
-        _, report = await asyncio.gather(link.run(asked), asyncio.to_thread(sender.send, stream, version, [url]))
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, stream, version, [url]))
+        if link.after_send:
+            await sending
+        await link.run(asked)
+        report = await sending
         assert not report.failures, report.failures
 
     async def sample(self, name: str, sampling: SamplingParams) -> Completion:
@@ -122,21 +129,24 @@ class Rounds:
 
 
 async def measure(args: argparse.Namespace, server: Server, model: Path, work: Path) -> int:
-    device = torch.device("cpu" if args.cpu else "cuda")
+    device = torch.device("cpu" if args.cpu else "cuda:0")
     weights = RandomAdapter(model, args.rank, device)
     sender = WeightSender(
-        WeightsConfig(bucket_bytes=64 << 20), weights.plan, device=device, deadline=DEADLINE, model_files=model
-    )
+        WeightsConfig(bucket_bytes=64 << 20), weights.plan, device=device, deadline=DEADLINE, model_files=model,
+        gpu="" if args.cpu else gpu_uuid(device),
+    )  # fmt: skip
     try:
         async with EngineClient() as client:
-            link = Link(client, server, "adapters", "gloo", [sender], 1, True)
+            link = Link(client, server, "adapters", args.transport, [sender], 1, True)
             await link.connect(work / "versions")
             probed = link.endpoint.probed(await client.probe(link.endpoint))
             rounds = Rounds(link, probed, weights, args.load, 200 if args.cpu else 256)
-            show(size=args.size, rank=args.rank, bytes=sum(map(bucket_bytes, rounds.buckets)), device=str(device))
+            show(size=args.size, rank=args.rank, bytes=sum(map(bucket_bytes, rounds.buckets)), device=str(device),
+                 transport=args.transport, tensors=len(weights.plan.tensors))  # fmt: skip
             rows, seen = list[dict[str, float]](), list[tuple[float, ...]]()
             for number in range(args.rounds):
-                rows.append(await rounds.one(number))
+                row = await rounds.one(number)
+                rows.append(row | parts_of(server.log.read_text(errors="replace")))
                 seen.append(tuple((await rounds.sample(f"v{number}", FINGERPRINT)).logprobs))
                 show(round=number, **rows[-1])
                 if number:
@@ -151,16 +161,30 @@ async def measure(args: argparse.Namespace, server: Server, model: Path, work: P
     return 0 if differ and same else 1
 
 
+PARTS = {
+    "worker_received": re.compile(r"received v\d+ in ([\d.]+) s"),
+    "worker_made": re.compile(r"adapter made in ([\d.]+) s"),
+    "worker_filled": re.compile(r"adapter made in .*in its place in ([\d.]+) s"),
+}
+
+
+def parts_of(log: str) -> dict[str, float]:
+    """Of the last adapter: receiving it, making vLLM's form of it, copying it into its place."""
+    found = {name: pattern.findall(log) for name, pattern in PARTS.items()}
+    return {name: float(seconds[-1]) for name, seconds in found.items() if seconds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="7B")
     parser.add_argument("--rank", type=int, default=32, help="32 at most")
     parser.add_argument("--rounds", type=int, default=7, help="the first two are not in the median")
     parser.add_argument("--load", type=int, default=8, help="requests in flight over each sync")
+    parser.add_argument("--transport", choices=("gloo", "ipc"), default="gloo", help="ipc: on a GPU alone")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--gpu", default="0", help="CUDA_VISIBLE_DEVICES of the engine; the tensors are on cuda:0")
     parser.add_argument("--gpu-share", default="0.6", help="vLLM's --gpu-memory-utilization")
-    parser.add_argument("--ready-seconds", type=float, default=240.0)
+    parser.add_argument("--ready-seconds", type=float, default=420.0)
     args = parser.parse_args()
     with TemporaryDirectory(prefix="adapter-sync-") as directory:
         work = Path(directory)

@@ -92,13 +92,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, sliding_window=4096, vocab_size=100278,
         tie_word_embeddings=False,
     ),
+    "qwen3.5-4B": dict(
+        architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", hidden_size=2560, intermediate_size=9216,
+        num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256, linear_num_key_heads=16,
+        linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+        full_attention_interval=4, vocab_size=248320, tie_word_embeddings=True, attention_bias=False,
+        rope_parameters=dict(rope_type="default", rope_theta=10_000_000, partial_rotary_factor=0.25),
+    ),
     "small-experts": dict(
         **EXPERTS, hidden_size=256, num_experts=32, num_experts_per_tok=4, moe_intermediate_size=128, head_dim=32,
         num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, vocab_size=4096, tie_word_embeddings=True,
     ),
 }  # fmt: skip
 """Those of Qwen2.5's published configurations; four layers of Qwen3-30B-A3B's with its embedding as the head, four of
-Moonlight-16B-A3B's (one of them dense), two of gpt-oss-20b's; OLMo 3's of 7B; and four for the CPU."""
+Moonlight-16B-A3B's (one of them dense), two of gpt-oss-20b's; OLMo 3's of 7B, Qwen3.5's of 4B; and four for the CPU."""
 
 
 def options() -> argparse.Namespace:

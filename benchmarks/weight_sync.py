@@ -100,6 +100,8 @@ class Link:
         self.engine_dialect = controls(KINDS[kind].dialect)
         offered = transport(KINDS[kind].dialect, backend)
         self.control = offered.staged if staged and offered.staged is not None else offered.control
+        if kind == "adapters":
+            self.control = offered.adapters or self.control
         self.after_send = self.control.after_send
         gpus = tuple(sender.gpu for sender in senders)
         self.receiver = Receiver(server.url, KINDS[kind].dialect, backend, world_size, gpus)

@@ -132,7 +132,8 @@ def checksums(server: Server) -> dict[str, str]:
 
 def _vllm(kind: str, model: Path, gpu: str | None, dtype: str, share: str) -> list[str]:
     argv = ["-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "policy"]
-    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--enforce-eager", "--dtype", dtype]
+    argv += ["--load-format", "dummy", "--skip-tokenizer-init", "--dtype", dtype]
+    argv += [] if kind == "adapters" and gpu is not None else ["--enforce-eager"]  # its first token is to be a user's
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "32"]
     argv += ["--weight-transfer-config", json.dumps({"backend": KINDS[kind].weight_backend})]
     argv += KINDS[kind].flags
@@ -167,6 +168,12 @@ def _environment(kind: str, work: Path, gpu: str | None) -> dict[str, str]:
         common["PYTHONPATH"] = os.pathsep.join(
             filter(None, (str(_entry_point(work)), str(REPOSITORY), os.environ.get("PYTHONPATH")))
         )
+    if kind == "adapters":  # the plugin says how long its parts take
+        logging = work / "logging.json"
+        handlers = {"out": {"class": "logging.StreamHandler", "stream": "ext://sys.stdout"}}
+        loggers = {name: {"handlers": ["out"], "level": "INFO", "propagate": False} for name in ("vllm", "rltool")}
+        logging.write_text(json.dumps({"version": 1, "handlers": handlers, "loggers": loggers}))
+        common["VLLM_LOGGING_CONFIG_PATH"] = str(logging)
     if gpu is not None:
         return common | {"CUDA_VISIBLE_DEVICES": gpu}
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

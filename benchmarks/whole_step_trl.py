@@ -159,7 +159,8 @@ class Bench:
             "server": url, "group_port": free_port(), "server_seconds": args.server_seconds, "cpu": args.cpu,
             "weights": weights, "attention": args.attention, "gradient_checkpointing": args.gradient_checkpointing,
             "micro_batch": micro_batch, "steps": args.steps, "prompts": args.prompts, "samples": args.samples,
-            "response_tokens": args.response_tokens, "lr": 1e-6,
+            "response_tokens": args.response_tokens, "lr": 1e-5 if args.lora_rank else 1e-6,
+            "lora_rank": args.lora_rank,
         }  # fmt: skip
 
     def train(self, server: Child | None, url: str | None, weights: str, micro_batch: int) -> dict[str, Any]:
@@ -228,6 +229,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--response-tokens", type=int, default=512)
     parser.add_argument("--weights", nargs="+", choices=("bfloat16", "float32"), default=["bfloat16", "float32"])
     parser.add_argument("--micro-batch", type=int, nargs="+", default=[32, 16], help="samples; the first that fits")
+    parser.add_argument("--lora-rank", type=int, default=0, help="peft's adapters of all linear layers, alpha 32")
     parser.add_argument("--attention", default="sdpa", help="transformers' attn_implementation")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--server", metavar="URL", help="a server that --serve-only started")

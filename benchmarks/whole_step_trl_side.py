@@ -134,8 +134,15 @@ def main(settings: dict[str, Any]) -> None:
     rows = [json.loads(line) for line in Path(settings["data"]).read_text().splitlines()]
     rewards = Rewards("letter_share")
     lines = StepLines(rewards)
+    adapters = None
+    if settings["lora_rank"]:
+        from peft import LoraConfig
+
+        adapters = LoraConfig(
+            r=settings["lora_rank"], lora_alpha=32, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
     trainer = GpuTimed(
-        model=settings["model"], reward_funcs=rewards, args=grpo_config(settings),
+        peft_config=adapters, model=settings["model"], reward_funcs=rewards, args=grpo_config(settings),
         train_dataset=Dataset.from_list(rows), processing_class=AutoTokenizer.from_pretrained(settings["model"]),
         callbacks=[lines],
     )  # fmt: skip

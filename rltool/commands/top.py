@@ -1,4 +1,4 @@
-"""`rltool top`: a run that is training, live."""
+"""`rltool top`: a run that is training, or a served trainer, live."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from rich.live import Live
 from rich.text import Text
 
 from rltool.commands.options import NamedRun, one_name
-from rltool.commands.top_view import frame
-from rltool.engines.run_client import DRIVER_ROLE, choose_driver, driver_of
+from rltool.commands.top_view import frame, served_frame
+from rltool.engines.run_client import DRIVER_ROLE, SERVED_ROLE, choose_driver, driver_of
 from rltool.errors import EngineUnreachable
 from rltool.processes.state import read_state
 from rltool.terminal import Console
@@ -27,8 +27,9 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two frames.")] = 1.0,
 ) -> None:
-    """Watch a run that is training: engines, queue, throughput, staleness, rewards. Ctrl-C ends it, not the run."""
-    directory, driver = choose_driver(one_name(run, named))
+    """Watch a run that is training: engines, queue, throughput, staleness, rewards; or a served trainer: calls, models,
+    samples. Ctrl-C ends it, not the run."""
+    directory, driver = choose_driver(one_name(run, named), roles=(DRIVER_ROLE, SERVED_ROLE))
     console = Console()
     if once:
         console.print(_frame(directory.name, driver))
@@ -36,7 +37,7 @@ def top(
     shown = _frame(directory.name, driver)
     try:
         with Live(shown, console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while driver_of(directory, read_state(directory, DRIVER_ROLE)) is not None:
+            while driver_of(directory, read_state(directory, driver.role), driver.role) is not None:
                 time.sleep(interval)
                 try:
                     shown = _frame(directory.name, driver)
@@ -50,4 +51,6 @@ def top(
 
 
 def _frame(run: str, driver: Driver) -> RenderableType:
+    if driver.role == SERVED_ROLE:
+        return served_frame(run, driver.served())
     return frame(run, driver.status(), driver.history())

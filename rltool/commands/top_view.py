@@ -1,4 +1,4 @@
-"""One frame of `rltool top`: a living run's status, as text and tables. Pure."""
+"""One frame of `rltool top`: the status of a living run or served trainer, as text and tables. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from rltool.commands.tables import engine_table, progress_line, short_version
 
 if TYPE_CHECKING:
-    from rltool.engines.run_client import History, RunStatus
+    from rltool.engines.run_client import History, RunStatus, ServedStatus
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDEST_SPARKLINE = 60
@@ -54,6 +54,33 @@ def frame(run: str, status: RunStatus, history: History) -> RenderableType:
         shown = rewards[-WIDEST_SPARKLINE:]
         span = f"{min(shown):.3f} to {max(shown):.3f}"
         parts.append(Text(f"reward, last {len(shown)} steps ({span}):\n{sparkline(shown)}"))
+    return Group(*parts)
+
+
+def served_frame(run: str, status: ServedStatus) -> RenderableType:
+    """Of a served trainer: its calls by kind, and each client's models, waiting calls and samples in flight."""
+    doing = f"{running} is running" if (running := status.get("running")) else "waits for calls"
+    calls = Table(title="calls that are done", title_justify="left")
+    for name in ("kind", "calls", "failed", "seconds", "tokens", "tokens/s"):
+        calls.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)
+    for kind, found in sorted(status.get("calls", {}).items()):
+        seconds, tokens = found["seconds"], found["tokens"]
+        counts = (f"{tokens:,}", f"{tokens / seconds:,.0f}") if tokens and seconds else ("", "")
+        calls.add_row(kind, f"{found['calls']:,}", str(found["failed"]), f"{seconds:,.1f}", *counts)
+    of_client = {
+        "models": status.get("models", {}),
+        "calls that wait": status.get("waiting", {}),
+        "samples in flight": status.get("samples_in_flight", {}),
+    }
+    clients = Table(title="clients", title_justify="left")
+    clients.add_column("client")
+    for name in of_client:
+        clients.add_column(name, justify="right", no_wrap=True)
+    for client in sorted(set().union(*of_client.values())):
+        clients.add_row(client, *(str(counts.get(client, 0)) for counts in of_client.values()))
+    parts: list[RenderableType] = [Text(f"served trainer {run}: {doing}", style="bold"), calls, clients]
+    if "samples" in status:
+        parts.append(Text(f"{status['samples']:,} samples done with {status.get('sampled_tokens', 0):,} tokens"))
     return Group(*parts)
 
 

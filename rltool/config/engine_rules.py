@@ -21,10 +21,12 @@ def check_engines(config: Sections) -> None:
     if engines.quantization == "fp8":
         check_fp8(config)
     ipc = [_setting("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
-    if ipc and not engines.shares_gpus:
+    beside = config.weights.lora_sync == "adapter" and config.trainer.share_gpus  # engines that do not sleep
+    if ipc and not engines.shares_gpus and not beside:
         raise ValueError(
             f'{ipc[0]} = "ipc" and engines.mode = "{engines.mode}" contradict each other: CUDA IPC is for '
-            'engines on the trainer\'s GPUs (engines.mode = "colocate"); leave weights.transport at "auto"'
+            'engines on the trainer\'s GPUs (engines.mode = "colocate"; trainer.share_gpus with weights.lora_sync = '
+            '"adapter"); leave weights.transport at "auto"'
         )
     if engines.mode == "external":
         return

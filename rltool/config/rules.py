@@ -242,7 +242,7 @@ def check_models(config: Sections) -> None:
 
 
 def check_lora(config: Sections) -> None:
-    """What adapters leave as it is cannot be trained beside them; what is sent alone needs engines that serve on."""
+    """What adapters leave as it is cannot be trained beside them; adapters alone go to engines that hold several."""
     if config.weights.lora_sync == "adapter":
         _check_adapter_sync(config)
     if config.lora.rank and config.trainer.router_bias_update_rate:
@@ -256,15 +256,10 @@ def _check_adapter_sync(config: Sections) -> None:
     weights, merged = config.weights, 'or leave weights.lora_sync at "merged"'
     if not config.lora.rank:
         raise ValueError('weights.lora_sync = "adapter" has no effect: lora.rank is 0, so there are no adapters')
-    if config.engines.shares_gpus:
-        raise ValueError(
-            'weights.lora_sync = "adapter" is for engines that serve on, and engines.mode = "colocate" puts them to '
-            f"sleep; use engines with GPUs of their own, {merged}"
-        )
     for what, is_set in (
         ("weights.engines", bool(weights.engines)), ("weights.staged", bool(weights.staged)),
-        ("weights.delta", bool(weights.delta)), ("weights.transport", weights.transport == "ipc"),
-        ("eval.engines", bool(config.eval.engines)), ("rollout.gateway", bool(config.rollout.gateway)),
+        ("weights.delta", bool(weights.delta)), ("eval.engines", bool(config.eval.engines)),
+        ("rollout.gateway", bool(config.rollout.gateway)),
     ):  # fmt: skip
         if is_set:
             raise ValueError(f'{what} does not go with weights.lora_sync = "adapter"; leave it out, {merged}')

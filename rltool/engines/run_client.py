@@ -140,16 +140,18 @@ class ComparedWeights(TypedDict):
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver of a living run. Every call raises EngineUnreachable where it does not answer within its deadline."""
+    """The driver of a living run. Every call raises EngineUnreachable where it does not answer within its deadline.
+    role: SERVED_ROLE of a served trainer, which has `served` alone."""
 
     url: str
     key_file: Path
+    role: str = DRIVER_ROLE
 
     def status(self) -> RunStatus:
         return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
 
     def served(self) -> ServedStatus:
-        """Of a served trainer, which is asked as a driver is."""
+        """Of a served trainer."""
         return self._ask(HttpRequest("GET", "/status"), READ_SECONDS)
 
     def history(self) -> History:
@@ -195,17 +197,20 @@ class Driver:
         return read_key(self.key_file, "the run")
 
 
-def driver_of(run: RunDirectory, state: ProcessState | None) -> Driver | None:
+def driver_of(run: RunDirectory, state: ProcessState | None, role: str = DRIVER_ROLE) -> Driver | None:
     """The endpoint that this driver's state names; None where the process has ended or has none (yet)."""
-    if state is None or state.role != DRIVER_ROLE or state.url is None or not is_alive(state):
+    if state is None or state.role != role or state.url is None or not is_alive(state):
         return None
-    return Driver(state.url, run.key_file)
+    return Driver(state.url, run.key_file, role)
 
 
-def choose_driver(name: str | None, *, root: Path | None = None) -> tuple[RunDirectory, Driver]:
+def choose_driver(
+    name: str | None, *, root: Path | None = None, roles: Sequence[str] = (DRIVER_ROLE,)
+) -> tuple[RunDirectory, Driver]:
     """The driver of the run called `name`; without a name that of the only run that is training. Raises UsageError."""
     runs = list_runs(root) if name is None else [open_run(name, create=False, root=root)]
-    living = [(run, driver) for run in runs if (driver := driver_of(run, read_state(run, DRIVER_ROLE))) is not None]
+    found = ((run, driver_of(run, read_state(run, role), role)) for run in runs for role in roles)
+    living = [(run, driver) for run, driver in found if driver is not None]
     if len(living) == 1:
         return living[0]
     if living:

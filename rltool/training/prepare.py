@@ -252,7 +252,7 @@ def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> P
     beside = {name: entry for name, entry in started.items() if name != POLICY}
     models = {**prepared.models, **probe_models(config, beside)}
     if config.engines.shares_gpus:
-        check_residency(fleet.infos, prepared.device, updated=True)
+        check_residency(fleet.infos, prepared.device, updated=config.weights.lora_sync == "merged")
         for name in beside:
             from_disk = models[name].from_disk
             check_residency(models[name].infos, prepared.device, updated=False, from_disk=from_disk)

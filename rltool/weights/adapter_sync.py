@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.adapters import adapter_name
-from rltool.engines.dialects.table import adapts
+from rltool.engines.dialects.table import adapts, controls
 from rltool.engines.fleet.engine_set import EngineSet
-from rltool.engines.fleet.fleet import Member
+from rltool.engines.fleet.fleet import Member, State
 from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket, Completion, HttpRequest, json_list, json_object
@@ -32,6 +32,8 @@ from rltool.processes.tasks import beside
 from rltool.weights.connections import STEP_SHARE, Connection, Connections, Trainer
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import while_alive
+from rltool.weights.memory import NONE
+from rltool.weights.residency import SharedGpus
 from rltool.weights.send.sender import SendReport
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
@@ -46,27 +48,41 @@ Sending = asyncio.Future[SendReport]
 
 
 class AdapterSync:
-    """in_use: whether a request in flight names this adapter. The deadlines are those of `WeightSync`."""
+    """in_use: whether a request in flight names this adapter. The deadlines are those of `WeightSync`. gpus: where
+    engines sit on the trainer's: they keep their weights while they sleep, and wake up in a sync."""
 
     def __init__(
         self, engines: EngineSet, trainer: Trainer, config: WeightsConfig, check: ValueCheck,
-        deadlines: SyncDeadlines, *, in_use: Callable[[str], bool],
+        deadlines: SyncDeadlines, *, in_use: Callable[[str], bool], gpus: SharedGpus | None = None,
     ) -> None:  # fmt: skip
         self.fleet, self.trainer, self.ranks = engines.fleet, trainer, trainer.ranks
         self.config, self.check = config, check
         self._bucket_deadline = deadlines.bucket
-        self._in_use = in_use
+        self._in_use, self.gpus = in_use, gpus
         self.calls = EngineCalls(engines, deadlines.step)
-        self.connections = Connections(self.calls, trainer, config)
+        self.connections = Connections(self.calls, trainer, config, shares_gpus=gpus is not None)
         self._held: dict[str, dict[str, None]] = {}
         """Of each engine the names that it has, the oldest first."""
+        self._woken: dict[str, float] = {}
+        """Engines that were asleep before this sync, and the seconds for which they took their memory back."""
 
     async def sync(
         self, version: WeightVersion, *, check_all: bool = False, only: Collection[str] | None = None
     ) -> SyncReport:
         """See WeightSync.sync."""
         with garbage.paused():
-            return await self._sync(version, check_all=check_all, only=only)
+            self._woken = {}
+            if self.gpus is None:
+                return await self._sync(version, check_all=check_all, only=only)
+            asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
+            async with self.gpus.parameters():
+                try:
+                    report = await self._sync(version, check_all=check_all, only=only)
+                finally:
+                    for url in asleep:
+                        if url not in self._woken:
+                            await self.gpus.end(url, "it did not wake up")
+            return replace(report, offload=self.gpus.offload_seconds, wake=max(self._woken.values(), default=0.0))
 
     async def leave_engine(self, url: str) -> None:
         """See WeightSync.leave_engine. Its adapters stay, for the requests that it has still."""
@@ -105,8 +121,13 @@ class AdapterSync:
                 new, errors = await self.connections.connect(members)
                 failures |= {url: str(error) for url, error in errors.items()}
                 await _side_by_side(attempt(member, self._look(member)) for member in left() if member.url in new)
+            name = adapter_name(version)
+            await _side_by_side(attempt(m, self._wake(m)) for m in left() if m.state is State.ASLEEP)
+            with timed(phases, "room"):
+                await _side_by_side(attempt(member, self._make_room(member, name)) for member in left())
             with timed(phases, "transfer"):
-                takers = left()
+                # The others have it, of this very process: the same name, the same bytes.
+                takers = [member for member in left() if name not in self._held.get(member.url, ())]
                 if takers:
                     async with beside(self.ranks.send(str(version), [m.url for m in takers])) as (sending,):
                         taking = _side_by_side(attempt(m, self._update(m, version, sending)) for m in takers)
@@ -124,14 +145,16 @@ class AdapterSync:
         finally:
             for url in failures:
                 self.connections.lost(url)
+                if url in self._woken and (now := self.fleet.find(url)) is not None and now.state is State.ASLEEP:
+                    self.fleet.pause(url)
+                    self.fleet.update_failed(url, failures[url])
         updated = self._commit(version, left(), failures)
         if not updated:
             only_values = bool(failures) and set(failures) == set(differing)
             raise WeightSyncFailed(self._explain(version, failures), values_differ=only_values)
-        assert sent is not None, "what was updated was sent"
         return SyncReport(
             str(version), sum(map(bucket_bytes, self._buckets)), time.perf_counter() - started, phases,
-            tuple(updated), failures, difference, memory=sent.memory,
+            tuple(updated), failures, difference, memory=NONE if sent is None else sent.memory,
         )  # fmt: skip
 
     @property
@@ -144,6 +167,14 @@ class AdapterSync:
         [reply] = await self.calls.client.run(member.endpoint, [listed], timeout=self.calls.deadline)
         names = [str(json_object(model).get("id")) for model in json_list(json_object(reply).get("data")) or ()]
         self._held[member.url] = dict.fromkeys(name for name in names if OURS.fullmatch(name))
+
+    async def _wake(self, member: Member) -> None:
+        """One on the trainer's GPUs, which has kept its model and its adapters on the host, goes on."""
+        assert self.gpus is not None, "no other engine sleeps"
+        residency, resume = self.gpus.residency(member.info), controls(member.endpoint.dialect or "").resume()
+        started = time.perf_counter()
+        await self.calls.run(member.endpoint, [*residency.weights_back(), *residency.caches_back(), *resume])
+        self._woken[member.url] = time.perf_counter() - started
 
     async def _update(self, member: Member, version: WeightVersion, sending: Sending) -> None:
         """It takes the adapter beside the sending. One that fails is aborted at the trainer, and leaves its group."""
@@ -160,13 +191,13 @@ class AdapterSync:
 
     async def _take(self, member: Member, version: WeightVersion, sending: Sending) -> None:
         connection, endpoint = self.connections[member.url], member.endpoint
-        control, name = connection.control, adapter_name(version)
+        control = connection.control
         if control.after_send:
             await asyncio.wait((sending,))
             self._raise_given_up(member, sending)
         seconds = STEP_SHARE * self.calls.deadline + (len(self._buckets) - 1) * self._bucket_deadline
         fetching = control.prefetch(self._buckets, connection.rendezvous, version=str(version), seconds=seconds)
-        # The plugin makes vLLM's own form of it in the same thread: publishing takes no longer than it must.
+        # The plugin puts it in its place at once: what is published then is the name.
         peft = self.ranks.plan.peft
         requests = [replace(each, body={**(json_object(each.body) or {}), "peft": peft}) for each in fetching]
         async with beside(self.calls.client.run(endpoint, requests, timeout=seconds + self.calls.deadline)) as (come,):
@@ -176,26 +207,24 @@ class AdapterSync:
             await come
         await asyncio.wait((sending,))
         self._raise_given_up(member, sending)
-        held = self._held.setdefault(member.url, {})
-        if name in held:  # by the same process: the same name, the same bytes
-            return
-        await self._make_room(member)
         await self.calls.run(endpoint, [self._publish(connection, version)])
-        held[name] = None
+        self._held[member.url][adapter_name(version)] = None
 
     def _publish(self, connection: Connection, version: WeightVersion) -> HttpRequest:
         rendezvous = connection.rendezvous
         if rendezvous.transport == "adapters":
             [(request, _)] = connection.control.announce(self._buckets, rendezvous, version=str(version))
             return request
-        body = {"name": adapter_name(version), "version": str(version), "peft": self.ranks.plan.peft}
+        body = {"name": adapter_name(version), "version": str(version)}
         return HttpRequest("POST", "/rltool/publish_adapter", body)
 
-    async def _make_room(self, member: Member) -> None:
-        """What no request names any more goes; but not the newest, which requests name until this sync has ended. Where
-        that leaves no room, the requests of the oldest are waited for."""
-        slots, held = member.info.lora_slots, self._held[member.url]
+    async def _make_room(self, member: Member, name: str) -> None:
+        """For the adapter of this name. What no request names any more goes; but not the newest, which requests name
+        until this sync has ended. Where that leaves no room, the requests of the oldest are waited for."""
+        slots, held = member.info.lora_slots, self._held.setdefault(member.url, {})
         until = time.monotonic() + self.calls.deadline
+        if name in held:
+            return
         while True:
             await self._unload(member, [name for name in list(held)[:-1] if not self._in_use(name)])
             if slots is None or len(held) < slots:

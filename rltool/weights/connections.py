@@ -202,8 +202,9 @@ class Connections:
                 refused[url] = EngineError(str(error))
                 continue
             kind = transport(info.dialect, backend)
-            beside_generation = self._config.lora_sync == "adapter" or self._config.of(url, endpoint.group).staged
-            if beside_generation and kind.staged is not None:  # None: with "auto" alone
+            if self._config.lora_sync == "adapter":
+                kind = replace(kind, control=kind.adapters or kind.staged or kind.control)
+            elif self._config.of(url, endpoint.group).staged and kind.staged is not None:  # None: with "auto" alone
                 kind = replace(kind, control=kind.staged)
             receiver = Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids)
             chosen[url] = _Chosen(engine, receiver, kind)

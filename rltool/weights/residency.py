@@ -128,15 +128,15 @@ def check_residency(
 
 class SharedGpus:
     """What a weight sync asks where engines sit on the trainer's GPUs. end(url, why): ends the process of an engine,
-    which is started again."""
+    which is started again. updated: see residency_of."""
 
-    def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]]) -> None:
-        self._ranks, self._trainer_device, self.end = trainer.ranks, trainer.device, end
+    def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]], *, updated: bool = True) -> None:
+        self._ranks, self._trainer_device, self.end, self._updated = trainer.ranks, trainer.device, end, updated
         self.offload_seconds = 0.0
         """For which the ranks gave their memory away in the last `parameters`."""
 
     def residency(self, info: EngineInfo) -> EngineResidency:
-        return residency_of(info, self._trainer_device, updated=True)
+        return residency_of(info, self._trainer_device, updated=self._updated)
 
     @asynccontextmanager
     async def parameters(self) -> AsyncIterator[None]:

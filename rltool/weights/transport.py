@@ -75,7 +75,8 @@ class SenderOptions:
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
     directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
     with those files.
-    gpu: UUID of the rank's own, "" without one; largest_bucket: bytes; encoder: with weights.delta, what has changed.
+    gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
+    weights.delta, what has changed.
     peft: ExportPlan.peft.
     """
 
@@ -89,6 +90,7 @@ class SenderOptions:
     largest_bucket: int = 0
     encoder: DeltaEncoder | None = None
     peft: Mapping[str, Any] | None = None
+    all_buckets: int = 0
 
 
 class Work(Protocol):
@@ -242,7 +244,8 @@ can."""
 class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
-    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot. senders: the ranks that
+    not fetch by themselves. staged: the control for weights.staged; None: these engines cannot. adapters: for
+    weights.lora_sync = "adapter", where it is not as staged. senders: the ranks that
     have one for an engine; every: each rank that is on one of the engine's GPUs."""
 
     sender: SenderFactory
@@ -252,6 +255,7 @@ class Transport:
     listens: bool = True
     located: Located | None = None
     staged: ReceiverControl | None = None
+    adapters: ReceiverControl | None = None
     senders: Literal["rank0", "every"] = "rank0"
 
 
@@ -294,7 +298,7 @@ DELTA_CANDIDATES: dict[str, tuple[Backend, ...]] = {
 }
 """The same with weights.delta."""
 
-TAKES_ADAPTERS: tuple[Backend, ...] = ("nccl", "gloo", "delta")
+TAKES_ADAPTERS: tuple[Backend, ...] = ("ipc", "nccl", "gloo", "delta")
 """Over which rltool's plugin takes adapters: it generates until it has all of one, and after."""
 BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
 ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
@@ -331,7 +335,7 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     the trainer's, where NCCL refuses it. UsageError, a sentence without the engine's name, where none can.
     """
     if config.lora_sync == "adapter":
-        return _choose_for_adapters(info, config.transport, trainer_device)
+        return _choose_for_adapters(info, config.transport, trainer_device, shares_gpus=shares_gpus)
     reasons = []
     whole = () if config.delta is True else CANDIDATES[config.transport]
     for backend in (*(DELTA_CANDIDATES[config.transport] if config.delta else ()), *whole):
@@ -361,9 +365,16 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     )
 
 
-def _choose_for_adapters(info: EngineInfo, wanted: TransportName, trainer_device: str) -> Backend:
+def _choose_for_adapters(
+    info: EngineInfo, wanted: TransportName, trainer_device: str, *, shares_gpus: bool
+) -> Backend:
     """Tensors into rltool's plugin beside generation; a directory, which every engine's own route loads, to others and
     with "disk"."""
+    if shares_gpus and not info.plugin:
+        raise UsageError(
+            'sleeps while the trainer has its GPUs, and with weights.lora_sync = "adapter" that is for a vLLM with '
+            'rltool\'s plugin alone: use one, or set it to "merged"'
+        )
     if not info.plugin or wanted == "disk":
         if wanted not in ("auto", "disk"):
             raise UsageError(
@@ -375,7 +386,10 @@ def _choose_for_adapters(info: EngineInfo, wanted: TransportName, trainer_device
     for backend in CANDIDATES[wanted]:
         if backend not in TAKES_ADAPTERS:
             continue
-        why = obstacle(info, backend, trainer_device)
+        if backend == "ipc" and not shares_gpus and wanted != "ipc":  # which rank is on which GPU is seen at the join
+            why = ON_OTHER_GPUS
+        else:
+            why = ON_ONE_GPU if shares_gpus and backend == "nccl" else obstacle(info, backend, trainer_device)
         if why is None:
             return backend
         reasons.append(why)

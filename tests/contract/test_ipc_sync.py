@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,21 @@ import pytest
 import torch
 
 from rltool.config.rollout import WeightsConfig
+from rltool.engines.adapters import adapter_name
 from rltool.engines.fleet.fleet import State
+from rltool.megatron.export_plan import ExportPlan
+from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.memory import Memory
+from rltool.weights.residency import SharedGpus
+from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import WeightSyncFailed
+from rltool.weights.verify.values import ValueCheck
 from tests.contract import sync_rig
 from tests.contract.fakes import ipc as fake_ipc
-from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
+from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.sync_rig import Rig, version
-from tests.ranks import RanksOnGpus
+from tests.ranks import RanksOnGpus, plan_of
 
 GPUS = ("gpu-a", "gpu-b")
 DEADLINE = 10.0
@@ -210,3 +217,47 @@ def test_a_rank_that_fails_is_a_failure_of_its_engine_alone(vllm, workers, tmp_p
         assert_has(engines[0], r.ranks, 1)
 
     syncing(engines, tmp_path, scenario)
+
+
+class Adapters(Ranks):
+    @cached_property
+    def plan(self) -> ExportPlan:
+        return replace(plan_of(self.weights(0)), peft={"r": 2, "lora_alpha": 4})
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_adapters_lie_in_memory_all_at_once_and_engines_that_sleep_keep_their_weights(turns, vllm, workers, tmp_path):
+    """Colocated engines, and, without turns, engines that stay awake beside the trainer (trainer.share_gpus)."""
+    config = WeightsConfig(bucket_bytes=40, lora_sync="adapter", transport="auto" if turns else "ipc")
+    engine = vllm(*workers)
+    engine.lora_rank, engine.lora_slots = 8, 2
+
+    async def run() -> None:
+        options: dict[str, Any] = {"deadline": DEADLINE, "trainer_device": "cuda", "shares_gpus": turns}
+        ranks = partial(Adapters, gpus=GPUS, deadline=DEADLINE)
+        async with sync_rig.rig([engine], ranks, config, tmp_path, **options) as r:
+            trainer = r.sync.trainer
+            gpus = SharedGpus(trainer, r._end, updated=False) if turns else None
+            sync = AdapterSync(
+                r.set, trainer, config, ValueCheck(VOCAB_SIZE, 1.0, 1e-3, 256), SyncDeadlines(DEADLINE, DEADLINE),
+                in_use=lambda _: False, gpus=gpus,
+            )  # fmt: skip
+            for step in range(3):
+                if turns and step:
+                    r.fleet.fall_asleep(engine.url)
+                    asked = gpus.residency(r.fleet.member(engine.url).info).release()
+                    await r.client.run(r.endpoints[engine.url], asked, timeout=DEADLINE)
+                    assert engine.asleep
+                report = await sync.sync(version(step))
+                assert report.failed == {} and r.states() == [State.READY] and not engine.asleep and not engine.paused
+                held, wanted = engine.adapters[adapter_name(version(step))], r.ranks.weights(step)
+                assert {n: raw(t) for n, t in held.items()} == {n: raw(t) for n, t in wanted.items()}
+                assert report.memory.host >= 72 + 148 + 10, "the buffer has room for all of it"
+                assert not turns or not step or report.wake > 0
+            levels = [each.query["level"] for each in engine.requests if each.path == "/sleep"]
+            assert levels == (["1", "1"] if turns else []) and r.ended == []
+            asked = set(engine.paths())
+            assert not asked & {"/update_weights", "/start_weight_update", "/rltool/update_weights", "/pause"}
+            await sync.leave()
+
+    asyncio.run(run())

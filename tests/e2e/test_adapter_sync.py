@@ -29,8 +29,9 @@ from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.plugin.adapters import build, digests, take
+from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed
 from rltool.engines.plugin.loading import WeightUpdateError
+from rltool.engines.plugin.prefetch import NotFetched
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
 from rltool.engines.types import Bucket, Completion, GenerateRequest, SamplingParams
@@ -266,80 +267,143 @@ def test_a_name_has_values_of_its_own_in_the_prefix_cache_and_a_server_refuses_i
     asyncio.run(ask())
 
 
-def test_tensors_that_are_loaded_twice_are_scaled_once_each_time_and_unknown_ones_are_refused():
-    """vLLM multiplies B in place when it takes an adapter, and ignores names that it does not know. Of a model with
-    experts as well, and of a pipeline stage the layers of the others are let pass."""
+def worker(
+    packed: dict[str, list[str]], modules: dict[str, tuple[int, ...]], sizes: int, dtype: torch.dtype = torch.float32
+) -> Any:
+    """A worker's manager of adapters, with two places; vLLM's own manager and layers, without a model around them.
+    modules: outputs of each slice; sizes: inputs of all."""
     from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers.column_parallel_linear import MergedColumnParallelLinearWithLoRA
+    from vllm.lora.layers.replicated_linear import ReplicatedLinearWithLoRA
+    from vllm.lora.model_manager import AdapterLRUCache, LRUCacheLoRAModelManager
+
+    config = LoRAConfig(max_lora_rank=8, max_loras=2, max_cpu_loras=2, lora_dtype=dtype)
+    adapters: Any = LRUCacheLoRAModelManager.__new__(LRUCacheLoRAModelManager)
+    adapters.model, adapters.modules, adapters.packed_modules = torch.nn.Sequential(), {}, packed
+    adapters.is_pooling_model = adapters._is_non_gated_moe = False
+    adapters._enable_moe_shared_loras = adapters._enable_mixed_moe_lora_format = False
+    adapters.lora_config, adapters.lora_index_to_id = config, [None, None]
+    adapters._registered_adapters = AdapterLRUCache(2, adapters.deactivate_adapter)
+    adapters._active_adapters = AdapterLRUCache(2, adapters._deactivate_adapter)
+    for name, outputs in modules.items():
+        kind = MergedColumnParallelLinearWithLoRA if name in packed else ReplicatedLinearWithLoRA
+        layer: Any = kind.__new__(kind)
+        torch.nn.Module.__init__(layer)
+        layer.n_slices, layer.tp_size = len(outputs), 1
+        # As if another adapter had been there before.
+        layer.lora_a_stacked = tuple(torch.ones(2, 1, 8, sizes, dtype=dtype) for _ in outputs)
+        layer.lora_b_stacked = tuple(torch.ones(2, 1, size, 8, dtype=dtype) for size in outputs)
+        adapters.modules[name] = layer
+    return SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64, device=torch.device("cpu"))
+
+
+def place(manager: Any, sent: list[tuple[Bucket, torch.Tensor]], peft: dict[str, Any], lora_id: int) -> Placing:
+    placing = Placing(manager, {"peft": peft, "id": lora_id})
+    placing(sent).register()
+    return placing
+
+
+LAYER = "model.layers.0."
+PEFT = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+
+
+def flat(module: str, rank: int = 2) -> tuple[Bucket, torch.Tensor]:
+    names = [f"base_model.model.model.layers.{module}.lora_{letter}.weight" for letter in "AB"]
+    tensors = dict(zip(names, (torch.ones(rank, 3), torch.ones(4, rank)), strict=True))
+    bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+    return bucket, flat_bytes(tensors, bucket)
+
+
+def test_tensors_that_are_placed_twice_are_scaled_once_each_time_and_nothing_of_the_adapter_before_stays():
+    """vLLM multiplies B in place when it takes an adapter."""
+    qkv, o = f"{LAYER}self_attn.qkv_proj", f"{LAYER}self_attn.o_proj"
+    packed = {qkv: [f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"]}
+    manager = worker(packed, {qkv: (4, 4, 4), o: (4,)}, 3)
+    adapters, sent = manager._adapter_manager, flat("0.self_attn.q_proj")
+    for lora_id in (1, 2):
+        index = place(manager, [sent], PEFT, lora_id).index
+        layer = adapters.modules[qkv]
+        a, b = layer.lora_a_stacked, layer.lora_b_stacked
+        assert torch.equal(b[0][index, 0], torch.full((4, 8), 4.0) * (torch.arange(8) < 2)), "alpha / rank, once"
+        assert torch.equal(a[0][index, 0], torch.ones(8, 3) * (torch.arange(8) < 2)[:, None])
+        others = [*a[1:], *b[1:], *adapters.modules[o].lora_a_stacked, *adapters.modules[o].lora_b_stacked]
+        assert not any(tensor[index].any() for tensor in others), "k, v and o have no adapter"
+    assert adapters.lora_index_to_id == [1, 2]
+
+
+def test_a_place_belongs_to_one_adapter_until_it_is_dropped_and_none_is_lost_in_silence():
+    manager = worker({}, {f"{LAYER}self_attn.q_proj": (4,)}, 3)
+    adapters, sent = manager._adapter_manager, flat("0.self_attn.q_proj")
+    place(manager, [sent], PEFT, 1)
+    given_up = Placing(manager, {"peft": PEFT, "id": 2})
+    with pytest.raises(WeightUpdateError, match="all 2 places"):
+        Placing(manager, {"peft": PEFT, "id": 3})
+    given_up.give_up()
+    with pytest.raises(NotFetched, match="given to another"):
+        given_up([sent])
+    assert adapters.lora_index_to_id == [1, None]
+    place(manager, [sent], PEFT, 3)
+    # vLLM puts out the one used least lately where another needs a place: not one of ours, which it could not get back.
+    for cache in (adapters._registered_adapters, adapters._active_adapters):
+        with pytest.raises(RuntimeError, match="pinned"):
+            cache.remove_oldest()
+    # What was never published goes when the next comes; what has a name stays.
+    drop_unnamed(manager, [3])
+    assert adapters.lora_index_to_id == [None, 3] and list(adapters.list_adapters()) == [3]
+    adapters.deactivate_adapter(3)
+    with pytest.raises(WeightUpdateError, match="lost its place"):
+        adapters.activate_adapter(3)
+    assert adapters.remove_adapter(3) and not adapters._active_adapters
+    # As vLLM does after an update of the weights: what was filled meanwhile is not there.
+    late = Placing(manager, {"peft": PEFT, "id": 4})([sent])
+    adapters.lora_index_to_id = [None, None]
+    with pytest.raises(WeightUpdateError, match="taken away"):
+        late.register()
+
+
+def test_tensors_that_a_model_does_not_know_are_refused():
+    """vLLM ignores them. Of a model with experts as well, and of a pipeline stage the layers of the others are let
+    pass."""
     from vllm.model_executor.models.utils import PPMissingLayer
 
-    taken: list[Any] = []
-
-    def add(lora: Any) -> None:
-        taken.append({name: layer.optimize().lora_b for name, layer in lora.loras.items()})
-
-    layer = "model.layers.0."
     packed = {
-        f"{layer}self_attn.qkv_proj": [f"{layer}self_attn.{letter}_proj" for letter in "qkv"],
-        f"{layer}mlp.experts": [f"{layer}mlp.experts.{expert}.up_proj" for expert in range(2)],
+        f"{LAYER}self_attn.qkv_proj": [f"{LAYER}self_attn.{letter}_proj" for letter in "qkv"],
+        f"{LAYER}mlp.experts": [f"{LAYER}mlp.experts.{expert}.up_proj" for expert in range(2)],
     }
-    adapters = SimpleNamespace(
-        model=torch.nn.Sequential(), modules={**packed, f"{layer}self_attn.o_proj": None}, packed_modules=packed,
-        add_adapter=add, activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None,
-    )  # fmt: skip
-    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.float32)
-    manager = SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64)
-    peft = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
-
-    def flat(module: str) -> tuple[Bucket, torch.Tensor]:
-        names = [f"base_model.model.model.layers.{module}.lora_{letter}.weight" for letter in "AB"]
-        tensors = dict(zip(names, (torch.ones(2, 3), torch.ones(4, 2)), strict=True))
-        bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
-        return bucket, flat_bytes(tensors, bucket)
-
-    sent = flat("0.self_attn.q_proj")
-    for lora_id in (1, 2):
-        take(manager, build(manager, [sent], peft), lora_id)
-        [b] = taken[-1].values()
-        assert torch.equal(b, torch.full((4, 2), 4.0)), "alpha / rank, once"
+    manager = worker(packed, {**dict.fromkeys(packed, (4, 4)), f"{LAYER}self_attn.o_proj": (4,)}, 3)
+    adapters, sent = manager._adapter_manager, flat("0.self_attn.q_proj")
+    adapters._create_merged_loras_inplace = lambda _: None
     for module in ("0.self_attn.o_proj", "0.mlp.experts.1.up_proj"):
-        build(manager, [flat(module)], peft)
+        build(manager, [flat(module)], PEFT)
     unknown = ("mlp.unheard_of", "self_attn.qkv_proj", "mlp.experts.2.up_proj", "mlp.experts")
     for module in ("1.self_attn.q_proj", *(f"0.{name}" for name in unknown)):
         with pytest.raises(WeightUpdateError, match=f"no adapter for model.layers.{module}$"):
-            build(manager, [sent, flat(module)], peft)
+            build(manager, [sent, flat(module)], PEFT)
     adapters.model.append(PPMissingLayer())
-    build(manager, [flat("1.self_attn.q_proj")], peft)
+    build(manager, [flat("1.self_attn.q_proj")], PEFT)
     with pytest.raises(WeightUpdateError, match="no adapter for"):
-        build(manager, [flat("1.mlp.unheard_of")], peft)
+        build(manager, [flat("1.mlp.unheard_of")], PEFT)
 
 
 def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():
-    """In bfloat16, with a scale that rounds."""
-    from vllm.config.lora import LoRAConfig
-
-    taken: list[Any] = []
-    adapters = SimpleNamespace(
-        model=torch.nn.Module(), modules={"model.layers.0.self_attn.o_proj": None}, packed_modules={},
-        add_adapter=lambda lora: taken.append([layer.optimize() for layer in lora.loras.values()] and lora),
-        activate_adapter=lambda _: None, _validate_moe_lora_format=lambda _: None, get_adapter=lambda _: taken[-1],
-    )  # fmt: skip
-    config = LoRAConfig(max_lora_rank=8, max_loras=2, lora_dtype=torch.bfloat16)
-    manager = SimpleNamespace(_adapter_manager=adapters, lora_config=config, vocab_size=64)
+    """In bfloat16, with a scale that rounds; read out of the place that is sampled with."""
+    manager = worker({}, {f"{LAYER}self_attn.o_proj": (5,)}, 5, torch.bfloat16)
     peft = {"peft_type": "LORA", "r": 3, "lora_alpha": 7, "target_modules": ["o_proj"], "bias": "none"}
     generator = torch.Generator().manual_seed(0)
     name = "base_model.model.model.layers.0.self_attn.o_proj.lora_{}.weight"
     tensors = {name.format(letter): torch.randn(3, 5, generator=generator) for letter in "AB"}
     tensors[name.format("B")] = tensors[name.format("B")].T.contiguous()
-
-    def held() -> dict[str, str]:
-        bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
-        take(manager, build(manager, [(bucket, flat_bytes(tensors, bucket))], peft), 1)
-        return digests(manager, 1)
-
+    bucket = tuple(meta_of(each, tensor) for each, tensor in tensors.items())
+    placing = place(manager, [(bucket, flat_bytes(tensors, bucket))], peft, 1)
     plan = replace(plan_of(tensors), peft=peft)
     implied = adapter_checksums(plan, tensors.items(), ParameterLayout("bfloat16"))
-    assert {name: (digest,) for name, digest in held().items()} == implied and len(implied) == 2
-    tensors[name.format("B")][2, 1] += 0.1
-    assert [name for name, digest in held().items() if implied[name] != (digest,)] == [
+    assert {each: (digest,) for each, digest in digests(manager, 1).items()} == implied and len(implied) == 2
+    layer = manager._adapter_manager.modules[f"{LAYER}self_attn.o_proj"]
+    layer.lora_b_stacked[0][placing.index, 0, 2, 1] += 0.1
+    found = digests(manager, 1)
+    assert [each for each, digest in found.items() if implied[each] != (digest,)] == [
         "model.layers.0.self_attn.o_proj.lora_B"
     ]
+    # A worker that has a part of a tensor says nothing of it.
+    layer.lora_b_stacked = tuple(tensor[:, :, :2] for tensor in layer.lora_b_stacked)
+    assert [*digests(manager, 1)] == ["model.layers.0.self_attn.o_proj.lora_A"]

@@ -27,10 +27,14 @@ PARITY = 1e-4
 """Mean |log-probability difference| of trainer and engines, both in fp32: the run itself stops above it (write_job)."""
 
 
-def test_an_engine_and_the_trainer_take_turns_and_agree(job):
+ADAPTERS = ["lora.rank=4", "optimizer.lr=0.002", 'weights.lora_sync="adapter"']
+
+
+@pytest.mark.parametrize("adapters", [[], pytest.param(ADAPTERS, marks=pytest.mark.long)], ids=["weights", "adapters"])
+def test_an_engine_and_the_trainer_take_turns_and_agree(adapters, job):
     sets = [
         'engines.mode="colocate"', 'engines.groups=[{name="main",device="cpu",max_model_len=64}]', "eval.sets={}",
-        "optimizer_steps_per_rollout=1",
+        "optimizer_steps_per_rollout=1", *adapters,
     ]  # fmt: skip
     said = job("train", "one", sets=sets)
     assert "placement: 1 Ray bundle (1 trainer, 0 engine): colocated engines share the trainer's bundles" in said

@@ -116,7 +116,25 @@ def test_a_familys_engine_has_the_trainers_bytes_after_two_syncs_over_ipc(tmp_pa
     monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | FAMILIES[shape] | {"vocab_size": 8192})
     groups = '[{count=1,engines_per_gpu=1,flags=["--enforce-eager"]}]'
     more = {"steps": "100000", "engines.groups": groups, "weights.transport": '"ipc"', "optimizer.lr": "1e-4"}
-    job = Job(tmp_path, 1, **more)
+    compared = compare_beside(Job(tmp_path, 1, **more))
+    assert compared > 5 * FAMILIES[shape]["num_hidden_layers"], "attention, norms and experts of each layer"
+
+
+def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, small_model):
+    """Two engines with CUDA graphs; A and B of seven products of each of four layers are what they sample with."""
+    more = {
+        "steps": "100000", "weights.transport": '"ipc"', "weights.lora_sync": '"adapter"', "lora.rank": "8",
+        "optimizer.lr": "1e-3",
+    }  # fmt: skip
+    job = Job(tmp_path, 2, **more)
+    assert compare_beside(job) == 2 * 7 * 4
+    steps = job.steps()
+    print([{name: value for name, value in step.items() if "sync" in name or "wake" in name} for step in steps])
+    assert {step["rollout/engines_serving"] for step in steps} == {2}
+
+
+def compare_beside(job: Job) -> int:
+    """How many parameters of an engine were compared with the trainer's after three steps: all are bit-equal."""
     process = job.start(*job.words)
     try:
         ends = time.monotonic() + 600
@@ -124,17 +142,17 @@ def test_a_familys_engine_has_the_trainers_bytes_after_two_syncs_over_ipc(tmp_pa
             assert process.poll() is None and time.monotonic() < ends, job.output.read_text()[-6000:]
             time.sleep(0.2)
         words = [sys.executable, "-m", "rltool", "debug", "weights", "--run", "one"]
-        found = subprocess.run(words, cwd=tmp_path, env=job.environment, capture_output=True, text=True, timeout=200)
+        found = subprocess.run(words, cwd=job.root, env=job.environment, capture_output=True, text=True, timeout=200)
         process.send_signal(signal.SIGTERM)
         assert process.wait(120) == 0, job.output.read_text()[-6000:]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     steps = job.steps()
-    print(f"{shape}: {found.stdout}", {name: max(step[name] for step in steps) for name in DIFFERENCES})
+    print(found.stdout, {name: max(step[name] for step in steps) for name in DIFFERENCES})
     assert found.returncode == 0, found.stdout + found.stderr
-    equal, compared = map(int, re.search(r"(\d+) of (\d+) parameters are bit-equal", found.stdout).groups())
-    layers = FAMILIES[shape]["num_hidden_layers"]
-    assert equal == compared > 5 * layers, "attention, norms and experts of each layer"
+    pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) parameters are bit-equal", found.stdout)]
+    assert pairs and all(equal == compared for equal, compared in pairs)
     assert all(max(step[name] for step in steps) < limit for name, limit in DIFFERENCES.items())
     assert len({step["weight_version"] for step in steps[:3]}) == 3
+    return pairs[0][1]

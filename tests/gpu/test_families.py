@@ -11,6 +11,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from rltool.megatron.attention import attention_with_sinks
+from rltool.megatron.delta_net import fla_error, fla_is_right
 from rltool.megatron.layers import plain_attention
 from tests.e2e.engines import free_port
 from tests.e2e.megatron_models import EXPERTS, KINDS, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
@@ -70,6 +71,14 @@ def test_attention_with_sinks_at_real_sizes_is_plain_attention(window, blocks):
         error, reference = ((x - expected).norm() / expected.norm() for x in (ours, theirs))
         print(what, float(error), float(reference))
         assert error < 1.5 * reference + 0.001, f"{what} is off by {error:.2g}, plain attention by {reference:.2g}"
+
+
+@pytest.mark.parametrize("heads", [16, 32])
+def test_fla_computes_gated_delta_nets_at_real_sizes(heads):
+    """Heads of Qwen3-Next and Qwen3.5, 128 wide: the kernels serve, gradients included."""
+    at = torch.device("cuda"), torch.bfloat16, heads, 128, 128
+    print(fla_error(*at))
+    assert fla_is_right(*at)
 
 
 @pytest.mark.parametrize("kind", KINDS)

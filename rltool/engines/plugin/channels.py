@@ -106,7 +106,7 @@ class NcclChannel:
 
 
 class IpcChannel:
-    """Out of memory of the trainer's rank on this worker's own GPU, one bucket for each request."""
+    """Out of memory of the trainer's rank on this worker's own GPU, one bucket for each request; or all of them."""
 
     def __init__(self, handles: Mapping[str, str], gpu: str, device: torch.device) -> None:
         """handles: by the UUID of the GPU that they were exported on; gpu: this worker's."""
@@ -126,6 +126,11 @@ class IpcChannel:
         # A copy: the trainer fills its memory anew once the request is answered, while layers that are not complete
         # wait with the tensors that they have got.
         yield buckets[0], self._buffer.flat(wire.bucket_bytes(buckets[0])).clone()
+
+    def lying(self, buckets: Sequence[Bucket]) -> Arriving:
+        """Views of the trainer's memory, where all of them lie back to back until the request is answered."""
+        flat = self._buffer.flat(sum(map(wire.bucket_bytes, buckets)))
+        yield from zip(buckets, flat.split([wire.bucket_bytes(bucket) for bucket in buckets]), strict=True)
 
     def close(self) -> None:
         self._buffer.close()

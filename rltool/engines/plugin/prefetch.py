@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 Buckets = Iterable[tuple[Bucket, Tensor]]
 """(tensors, their bytes as [bytes] uint8) of all weights."""
-Prepare = Callable[[Buckets], object]
+Prepare = Callable[[Buckets], Any]
 """What is made of them in the same thread."""
 
 
@@ -43,7 +45,7 @@ class _Fetch:
     prepare: Prepare | None = None
     done: threading.Event = field(default_factory=threading.Event)
     buckets: Sequence[tuple[Bucket, Tensor]] = ()
-    prepared: object = None
+    prepared: Any = None
     error: str | None = None
 
 
@@ -90,6 +92,11 @@ class Prefetcher:
         self._fetch = _Fetch(version, seconds, prepare)
         threading.Thread(target=_run, args=(self._fetch, source), name=f"weights {version}", daemon=True).start()
 
+    @property
+    def is_busy(self) -> bool:
+        """A version is on its way."""
+        return self._fetch is not None and not self._fetch.done.is_set()
+
     def fetched(self, version: str) -> bool:
         """Whether `version` has come; False: it is on its way. Raises NotFetched for one that does not come."""
         fetch = self._fetch
@@ -111,8 +118,8 @@ class Prefetcher:
                 raise NotFetched(f"weights {version} did not come within {fetch.seconds:g} s")
         return fetch.buckets
 
-    def prepared(self, version: str) -> object:
-        """What was made of it, None where nothing was to be; after `buckets`."""
+    def prepared(self, version: str) -> Any:
+        """What was made of it, in place of its buckets; None where nothing was to be. Once it has come."""
         return self._fetch.prepared if self._fetch is not None and self._fetch.version == version else None
 
     def forget(self) -> None:
@@ -124,10 +131,12 @@ class Prefetcher:
 
 
 def _run(fetch: _Fetch, source: Callable[[], Buckets]) -> None:
+    started = time.perf_counter()
     try:
         fetch.buckets = list(source())
+        logger.info("received %s in %.4f s", fetch.version, time.perf_counter() - started)
         if fetch.prepare is not None:
-            fetch.prepared = fetch.prepare(fetch.buckets)
+            fetch.prepared, fetch.buckets = fetch.prepare(fetch.buckets), ()
     except Exception as error:  # every waiter gets it
         fetch.error = f"{type(error).__name__}: {error}"
         logger.warning("weights %s did not come: %s", fetch.version, fetch.error)

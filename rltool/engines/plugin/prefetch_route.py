@@ -16,18 +16,18 @@ there sooner."""
 LONGEST_SECONDS = 86400.0
 
 
-async def prefetch(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
+async def prefetch(engine: Any, body: Any, place: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
     """(status, JSON) of POST PREFETCH_PATH {"version", "seconds", "store" or "announced", "peft" for an adapter}.
 
     store: an address; announced: an update info of rltool.engines.transfer.wire; peft: adapter_config.json. 409 with
-    the reason where a worker cannot have the version. engine: vLLM's AsyncLLM."""
+    the reason where a worker cannot have the version. engine: vLLM's AsyncLLM; place: adapters.place_for."""
     try:
-        version, seconds, source, peft = _parse(body)
+        version, seconds, source = _parse(body)
     except ValueError as error:
         return 400, {"error": f"POST {PREFETCH_PATH}: {error}"}
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
-    failures = await ask_workers(engine, "rltool_prefetch", version, seconds, source, peft)
+    failures = await ask_workers(engine, "rltool_prefetch", version, seconds, source, place)
     while not any(failures):
         answers = await ask_workers(engine, "rltool_prefetched", version)
         failures = [failure for _, failure in answers]
@@ -36,12 +36,12 @@ async def prefetch(engine: Any, body: Any) -> tuple[int, dict[str, Any]]:
         if loop.time() > until:
             failures = [f"weights {version} did not come within {seconds:g} s"]
         else:
-            await asyncio.sleep(POLL_SECONDS if peft is None else ADAPTER_POLL_SECONDS)
+            await asyncio.sleep(POLL_SECONDS if place is None else ADAPTER_POLL_SECONDS)
     failure = failure_in(failures)
     return (409, {"error": failure}) if failure else (200, {"version": version})
 
 
-def _parse(body: Any) -> tuple[str, float, str | dict[str, Any], dict[str, Any] | None]:
+def _parse(body: Any) -> tuple[str, float, str | dict[str, Any]]:
     if not isinstance(body, Mapping):
         raise ValueError("the body must be an object with version, seconds, and store or announced")
     version, seconds = body.get("version"), body.get("seconds")
@@ -53,7 +53,7 @@ def _parse(body: Any) -> tuple[str, float, str | dict[str, Any], dict[str, Any] 
     if peft is not None and not isinstance(peft, dict):
         raise ValueError("'peft' must be an object: what adapter_config.json holds")
     if isinstance(store, str) and store and announced is None:
-        return version, float(seconds), store, peft
+        return version, float(seconds), store
     if isinstance(announced, dict) and store is None:
-        return version, float(seconds), announced, peft
+        return version, float(seconds), announced
     raise ValueError("either 'store' must be a non-empty text, or 'announced' an object")

@@ -19,6 +19,7 @@ import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 
 from rltool.engines.plugin import reload
+from rltool.engines.plugin.adapters import Placing
 from rltool.engines.plugin.channels import (
     ChannelError,
     FlatChannel,
@@ -110,6 +111,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
         self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
+        self.placing: Placing | None = None
+        """Of the adapter that was asked for last."""
         self._loader = Loader(reload, pipeline_stage=self.parallel_config.pipeline_parallel_size > 1)
 
     @property
@@ -161,7 +164,9 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return
 
         def received() -> Iterator[tuple[Bucket, torch.Tensor]]:
-            with closing(channel.receive(buckets)) as arriving:
+            # An adapter is put in its place before the request is answered: the trainer's memory needs no copy.
+            whole = channel.lying(buckets) if isinstance(channel, IpcChannel) else channel.receive(buckets)
+            with closing(whole) as arriving:
                 yield from arriving
 
         self.prefetcher.receive(received, version, seconds, prepare)
@@ -212,6 +217,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         self.prefetcher.forget()
+        if self.placing is not None:
+            self.placing.give_up()
         channel, self._channel, self._transport = self._channel, None, None
         if channel is not None:
             channel.close()

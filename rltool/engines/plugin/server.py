@@ -162,7 +162,12 @@ class ServerMiddleware:
         return Reply(*answer(self._leases, await _json_of(request)))
 
     async def _prefetch(self, request: Request) -> Response:
-        return Reply(*await prefetch(request.app.state.engine_client, await _json_of(request)))
+        body, state = await _json_of(request), request.app.state
+        place = adapters.place_for(state, body)
+        status, content = await prefetch(state.engine_client, body, place)
+        if status == 200 and place is not None:
+            adapters.placed(state, content["version"], place)
+        return Reply(status, content)
 
     async def _reload(self, request: Request) -> Response:
         """Of the checkpoint that the server has started from, with the version that it then had."""

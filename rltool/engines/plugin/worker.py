@@ -10,11 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rltool.engines.plugin.prefetch import Buckets
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +55,31 @@ class WeightUpdateRecovery:
         return getattr(engine, "changed", was_active)
 
     def rltool_prefetch(
-        self, version: str, seconds: float, source: str | dict[str, Any], peft: dict[str, Any] | None = None
+        self, version: str, seconds: float, source: str | dict[str, Any], place: dict[str, Any] | None = None
     ) -> str:
-        """Begin to get `version` in the background, from the store of this address, or as it is announced; with peft it
-        is an adapter. Returns why it cannot, or ""."""
+        """Begin to get `version` in the background, from the store of this address, or as it is announced; with place
+        (rltool.engines.plugin.adapters.place_for) it is an adapter. Returns why it cannot, or ""."""
         engine = self.weight_transfer_engine
         if not hasattr(engine, "prefetch"):
             return "this engine's weight backend is not rltool's: start it with `rltool serve-engines`"
-        prepare = None if peft is None else partial(self._rltool_adapter, peft)
-        return _failure_of(lambda: engine.prefetch(version, seconds, source, prepare))
 
-    def _rltool_adapter(self, peft: dict[str, Any], buckets: Buckets) -> Any:
-        from rltool.engines.plugin.adapters import build
+        def begin() -> None:
+            if place is None or engine.prefetcher.is_busy:
+                engine.prefetch(version, seconds, source)
+                return
+            from rltool.engines.plugin.adapters import Placing, drop_unnamed
+            from rltool.engines.plugin.loading import WeightUpdateError
 
-        return build(self.model_runner.lora_manager, buckets, peft)
+            manager = getattr(self.model_runner, "lora_manager", None)
+            if manager is None:
+                raise WeightUpdateError("adapters are not enabled: start the server with --enable-lora")
+            if engine.placing is not None:
+                engine.placing.give_up()
+            drop_unnamed(manager, place["named"])
+            engine.placing = Placing(manager, place)
+            engine.prefetch(version, seconds, source, engine.placing)
+
+        return _failure_of(begin)
 
     def rltool_update_weights(self, update_info: dict[str, Any]) -> str:
         """An update up to its finish. Returns why it failed, or ""."""
@@ -107,20 +114,6 @@ class WeightUpdateRecovery:
         """Returns why it failed, or ""."""
         return _failure_of(self.finish_weight_update)
 
-    def rltool_take_adapter(self, version: str, lora_id: int, peft: dict[str, Any]) -> str:
-        """What was fetched as `version` becomes the adapter of this id. Returns why it cannot, or ""."""
-
-        def take_it() -> None:
-            from rltool.engines.plugin.adapters import take
-
-            prefetcher = self.weight_transfer_engine.prefetcher
-            buckets = prefetcher.buckets(version)
-            lora = prefetcher.prepared(version)
-            take(self.model_runner.lora_manager, lora or self._rltool_adapter(peft, buckets), lora_id)
-            prefetcher.forget()
-
-        return _failure_of(take_it)
-
     def rltool_drop_adapter(self, lora_id: int) -> str:
         """Returns why it cannot, or ""."""
         return _failure_of(lambda: self.model_runner.lora_manager.remove_adapter(lora_id))
@@ -134,9 +127,16 @@ class WeightUpdateRecovery:
         return found, failure
 
     def rltool_prefetched(self, version: str) -> tuple[bool, str]:
-        """(it has come, or never will; why it will not, or "")."""
+        """(it has come, or never will; why it will not, or ""). An adapter that has come can be named by requests."""
         found: list[bool] = []
-        failure = _failure_of(lambda: found.append(self.weight_transfer_engine.prefetcher.fetched(version)))
+
+        def look() -> None:
+            prefetcher = self.weight_transfer_engine.prefetcher
+            found.append(prefetcher.fetched(version))
+            if found[0] and (placing := prefetcher.prepared(version)) is not None:
+                placing.register()
+
+        failure = _failure_of(look)
         return bool(failure) or found[0], failure
 
 

@@ -35,15 +35,17 @@ CAN_SLEEP = (State.READY, State.STALE)
 @dataclass(frozen=True)
 class Members:
     """The engines of one model, live. takes_weights: a sync brings them when they wake up; from_disk: else they are
-    loaded again then, and not kept."""
+    loaded again then, and not kept. keeps_weights: a sync brings adapters alone."""
 
     engines: EngineSet
     monitor: FleetMonitor
     takes_weights: bool
     from_disk: bool = False
+    keeps_weights: bool = False
 
     def residency(self, engine: Member, trainer_device: str) -> EngineResidency:
-        return residency_of(engine.info, trainer_device, updated=self.takes_weights, from_disk=self.from_disk)
+        updated = self.takes_weights and not self.keeps_weights
+        return residency_of(engine.info, trainer_device, updated=updated, from_disk=self.from_disk)
 
 
 class GpuTurns:

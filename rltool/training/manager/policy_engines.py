@@ -101,11 +101,12 @@ class PolicyEngines:
             trainer.vocab_size, config.algorithm.logits_temperature(config.sampling.temperature),
             config.weights.verify_tolerance, min(lengths, default=None), config.model.dtype,
         )  # fmt: skip
-        gpus = SharedGpus(trainer, self._hooks.end) if config.engines.shares_gpus else None
+        adapters = self.book.lineage.adapters
+        gpus = SharedGpus(trainer, self._hooks.end, updated=not adapters) if config.engines.shares_gpus else None
         deadlines = SyncDeadlines(config.deadlines.sync, config.deadlines.bucket)
-        if self.book.lineage.adapters:
+        if adapters:
             sync = AdapterSync(
-                self.engines, trainer, config.weights, check, deadlines, in_use=self.plane.samples_with
+                self.engines, trainer, config.weights, check, deadlines, in_use=self.plane.samples_with, gpus=gpus
             )  # fmt: skip
         else:
             sync = WeightSync(

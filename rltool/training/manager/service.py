@@ -201,7 +201,8 @@ class RolloutService:
         config = self._config
         if not config.engines.shares_gpus or trainer is None:
             return None
-        policy = Members(self._policy.engines, self._monitor, takes_weights=True)
+        kept = config.weights.lora_sync == "adapter"
+        policy = Members(self._policy.engines, self._monitor, takes_weights=True, keeps_weights=kept)
         others = [Members(m.engines, m.monitor, False, m.from_disk) for m in self._side.started]
         return GpuTurns(
             trainer, policy, others, restarts, step_seconds=config.deadlines.sync,

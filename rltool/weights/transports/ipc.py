@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,6 +104,36 @@ class IpcSender(SenderTransport):
             raise TransportError(f"{what} within {seconds:g} s")
 
 
+class AdapterIpcSender(IpcSender):
+    """Adapters are small: the buffer holds all buckets, back to back, and the engine takes them when they are there."""
+
+    _filled_bytes = 0
+
+    def host(self) -> Rendezvous:
+        self._options = replace(self._options, largest_bucket=self._options.all_buckets)
+        return super().host()
+
+    def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
+        self._filled_bytes = 0
+
+    def send(self, bucket: Bucket, flat: Tensor) -> AdapterIpcSender:
+        assert self._buffer is not None, "host comes first"
+        start, self._filled_bytes = self._filled_bytes, self._filled_bytes + flat.numel()
+        self._buffer.flat[start : self._filled_bytes].copy_(flat)
+        return self
+
+    def wait(self, seconds: float) -> None:
+        if self.device.type == "cuda":  # the bucket is filled anew, and another process reads the buffer
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def finish(self) -> None: ...
+
+
+def sender(receiver: Receiver, options: SenderOptions) -> IpcSender:
+    """Of weights, or of adapters."""
+    return (IpcSender if options.peft is None else AdapterIpcSender)(receiver, options)
+
+
 class VllmIpcControl(vllm.VllmControl):
     acknowledged = True
 
@@ -114,6 +145,13 @@ class VllmIpcControl(vllm.VllmControl):
         self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
     ) -> list[tuple[HttpRequest, int]]:
         return [(vllm.bucket_request(bucket), 1) for bucket in buckets]
+
+
+class VllmAdapterIpcControl(vllm.StagedControl, VllmIpcControl):
+    """Adapters: all buckets lie in the trainer's memory until the request is answered."""
+
+    after_send = True
+    acknowledged = False
 
 
 class SglangIpcControl(sglang.SglangControl):
@@ -174,5 +212,7 @@ def _sglang_obstacle(info: EngineInfo, trainer_device: str) -> str | None:
     return sglang.data_parallel(info) or _obstacle(info, trainer_device)
 
 
-VLLM = Transport(IpcSender, VllmIpcControl(), _vllm_obstacle, listens=False, senders="every")
+VLLM = Transport(
+    sender, VllmIpcControl(), _vllm_obstacle, listens=False, senders="every", adapters=VllmAdapterIpcControl()
+)
 SGLANG = Transport(IpcSender, SglangIpcControl(), _sglang_obstacle, listens=False, senders="every")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import multiprocessing
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 from typing import Any
@@ -101,6 +102,11 @@ class Worker:
         found = self._process.ask(self.gpu, "take", bucket)
         return {name: torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) for name, dtype, shape, raw in found}
 
+    def lying(self, buckets: Sequence[Bucket]) -> list[tuple[Bucket, torch.Tensor]]:
+        """All that lie there at once."""
+        found = self._process.ask(self.gpu, "lying", list(buckets))
+        return [(bucket, torch.frombuffer(bytearray(raw), dtype=torch.uint8)) for bucket, raw in found]
+
     def leave(self) -> None:
         self._process.ask(self.gpu, "leave", None)
 
@@ -115,7 +121,9 @@ def _work(pipe: Connection) -> None:
         gpu, what, argument = pipe.recv()
         answer: Any = []
         try:
-            if what == "take":
+            if what == "lying":
+                answer = [(bucket, flat.numpy().tobytes()) for bucket, flat in channels[gpu].lying(argument)]
+            elif what == "take":
                 [(bucket, flat)] = channels[gpu].receive([argument])
                 answer = [
                     (name, tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())

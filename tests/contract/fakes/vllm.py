@@ -295,7 +295,6 @@ class FakeVllm(FakeServer):
             return _error(409, f"{name} is taken, or all places are")
         parts = (wire.split_flat(flat, b) for b, flat in self.prefetcher.buckets(recorded.body["version"]))
         self.adapters[name] = {tensor: part.clone() for named in parts for tensor, part in named}
-        self.peft = recorded.body["peft"]
         self.prefetcher.forget()
         return web.json_response({"name": name})
 
@@ -679,6 +678,7 @@ class FakeVllm(FakeServer):
         return web.json_response({"message": "Weight update started"})
 
     async def _prefetch(self, recorded: Recorded) -> web.Response:
+        self.peft = recorded.body.get("peft")
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
@@ -691,6 +691,11 @@ class FakeVllm(FakeServer):
             buckets = _cut(metas, source)
             if source.get("delta"):
                 self.prefetcher.take(self._received, buckets, version, seconds)
+                return
+            if self.transport == "ipc":
+                lying = [worker.lying(buckets) for worker in self.gpu_workers]
+                assert all(torch_equal(lying[0], other) for other in lying), "the workers disagree"
+                self.prefetcher.receive(lambda: lying[0], version, seconds)
                 return
             received = ((bucket, self._received(wire.bucket_bytes(bucket))) for bucket in buckets)
             self.prefetcher.receive(lambda: received, version, seconds)
@@ -784,6 +789,10 @@ class FakeVllm(FakeServer):
         if self._group is not None:
             self._group.shutdown()
             self._group = None
+
+
+def torch_equal(one: Any, other: Any) -> bool:
+    return all(a.equal(b) for (_, a), (_, b) in zip(one, other, strict=True))
 
 
 def _cut(metas: Bucket, info: dict[str, Any]) -> list[Bucket]:

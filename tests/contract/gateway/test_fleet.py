@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import requests
 
 from rltool.agents.gateway_process import GatewayPlace, GatewayProcess
 from rltool.config.train import TrainConfig
+from rltool.engines.adapters import adapter_name
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.weight_version import Lineage
@@ -338,6 +340,33 @@ def generation_of(book: VersionBook, model_dir, tmp_path) -> tuple[GatewayPlace,
     }  # fmt: skip
     config = TrainConfig.model_validate(settings)
     return place, Generation(config, place, refusal=book.refusal, log=lambda line: None)
+
+
+def test_every_turn_names_the_adapter_of_the_version_that_the_run_has_published(engines, tokenizer_dir, tmp_path):
+    """Without a name the model alone would answer, and nothing would show it but the value check."""
+    manager, names = Manager(), [adapter_name(LINEAGE.version(step)) for step in (0, 1)]
+    for engine in engines:
+        engine.lora_rank, engine.adapters = 8, dict.fromkeys(names, "/somewhere")
+    manager.join(*engines)
+    manager.sync(0, *engines)
+    parts = {"follows": True, "lineage": replace(LINEAGE, adapters=True).to_json()}
+
+    def named() -> list[str | None]:
+        sent = [each for engine in engines for each in engine.requests if each.path == "/rltool/generate"]
+        return [each.body.get("model") for each in sent]
+
+    with Gateway(tmp_path, tokenizer_dir, [], policy=QUICK, parts=parts) as manager.gateway:
+        manager.send()
+        agent = Agent(manager.gateway)
+        agent.turn()
+        assert named() == names[:1]
+        manager.step = 1
+        manager.send()
+        until(lambda: bool(agent.turn()) and names[1] in named(), "the gateway names the next version's")
+        assert {*named()} == {*names}
+        by_turn = [versions for _, versions in agent.turns()]
+        assert by_turn[0] == {version(0)} and by_turn[-1] == {version(1)}
+        assert all(len(versions) == 1 for versions in by_turn)
 
 
 def test_agents_behind_a_router_are_refused_where_requests_name_an_adapter(model_dir, tmp_path):

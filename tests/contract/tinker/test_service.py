@@ -17,8 +17,12 @@ import torch
 from aiohttp.test_utils import TestClient, TestServer
 
 import rltool.tinker.service as service_module
+from rltool.cli import main
 from rltool.commands.tables import served_line
+from rltool.engines.run_client import SERVED_ROLE
 from rltool.errors import UsageError
+from rltool.processes.run_directory import open_run
+from rltool.processes.state import state_of_this_process, write_state
 from rltool.tinker.journal import Journal
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import SampleRequest
@@ -446,16 +450,28 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
     asyncio.run(scenario())
 
 
-def test_status_and_metrics_count_calls_models_and_samples_and_want_the_runs_key(tmp_path):
+def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    monkeypatch.setenv("COLUMNS", "100")
     service, _ = make(tmp_path)
     samples = Samples(Endless(), vocab_size=10, most=1)
     server = TinkerServer(service, {"a": "tml-a"}, samples=samples, watched_by=("lab", "the-run"))
+
+    lab = open_run("lab", create=True)
+    lab.key_file.write_text("the-run")
+
+    def top() -> None:
+        with pytest.raises(SystemExit) as ended:
+            main(["top", "--once"])
+        assert ended.value.code == 0
 
     async def scenario() -> tuple[Any, str]:
         running = asyncio.create_task(service.run())
         session = await service.open_session("a")
         model = f"{session}:train:0"
         async with TestClient(TestServer(server.app())) as http:
+            url = str(http.make_url("")).rstrip("/")
+            write_state(lab, state_of_this_process(SERVED_ROLE, argv=["rltool", "serve-trainer"], url=url))
             proto = forward_proto(model, 1, tokens=[1, 2, 3], targets=[2, 3, 5])
             head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
             await service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "base"})
@@ -472,6 +488,7 @@ def test_status_and_metrics_count_calls_models_and_samples_and_want_the_runs_key
                 status = await reply.json()
             async with http.get("/metrics", headers=run) as reply:
                 metrics = await reply.text()
+            await asyncio.to_thread(top)
         running.cancel()
         await asyncio.wait({running})
         return status, metrics
@@ -487,6 +504,10 @@ def test_status_and_metrics_count_calls_models_and_samples_and_want_the_runs_key
     assert 'rltool_served_models{run="lab",client="a"} 1' in metrics
     said = served_line(status)
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
+    rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
+    shown = {row[0]: row[1:] for row in rows}
+    assert shown["optim_step"][:2] == ["1", "1"] and shown["forward_backward"][3] == "3"
+    assert shown["a"] == ["1", "0", "0"] and ["served trainer lab: waits for calls"] in rows
 
 
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.launch.plan import Host, Model, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.launch.start import order_of_file
 from rltool.engines.plugin.sglang_api import BadRequest, to_vllm
-from rltool.engines.types import GenerateRequest, SamplingParams
+from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
+from rltool.weights.transport import choose
 
 ADAPTER = ["model.path=/m", "lora.rank=12", 'weights.lora_sync="adapter"']
 REQUEST = GenerateRequest((3,), SamplingParams(max_tokens=1), "0" * 32, adapter="a")
@@ -60,7 +62,7 @@ def test_a_run_has_its_own_engines_started_with_its_rank_and_a_place_for_each_ve
     ("sets", "why"),
     [
         (["lora.rank=0"], "lora.rank is 0"),
-        (['engines.mode="colocate"', 'engines.groups=[{name="default"}]'], "colocate"),
+        (['engines.mode="colocate"', 'engines.groups=[{name="d"}]', "rollout.max_staleness=1"], "colocate"),
         (["weights.staged=true"], "weights.staged"),
         (["weights.delta=true"], "weights.delta"),
         (['weights.transport="ipc"'], "weights.transport"),
@@ -75,6 +77,21 @@ def test_a_run_has_its_own_engines_started_with_its_rank_and_a_place_for_each_ve
 def test_what_adapters_alone_do_not_go_with_is_refused_by_name(sets, why):
     with pytest.raises(UsageError, match=why):
         load_config(TrainConfig, [], [*ADAPTER, *sets])
+
+
+def test_adapters_go_into_engines_on_the_trainers_gpus_by_their_memory():
+    """Engines of the run's own sleep in turns; others stay awake beside it, which trainer.share_gpus allows."""
+    load_config(TrainConfig, [], [*ADAPTER, 'engines.mode="colocate"', 'engines.groups=[{name="default"}]'])
+    beside = [*ADAPTER, "trainer.gpus=[0]", "trainer.share_gpus=true", 'weights.transport="ipc"']
+    config = load_config(TrainConfig, [], beside).config
+    vllm = EngineInfo("vllm", "0.32.0", "policy", 1, 64, 64, "float32", "rltool", "default", None, True, "cuda")
+    sglang = replace(vllm, dialect="sglang", plugin=False)
+    assert choose(vllm, config.weights, "cuda") == "ipc"
+    auto = config.weights.model_copy(update={"transport": "auto"})
+    assert [choose(vllm, auto, "cuda", shares_gpus=shared) for shared in (True, False)] == ["ipc", "nccl"]
+    assert choose(replace(vllm, device="cpu"), auto, "cpu", shares_gpus=True) == "gloo"
+    with pytest.raises(UsageError, match="for a vLLM with rltool's plugin alone"):
+        choose(sglang, auto, "cuda", shares_gpus=True)
 
 
 def test_a_request_names_its_adapter_in_every_dialect():

@@ -80,7 +80,7 @@ def said(control: Any) -> dict[str, set[str]]:
 
 
 def test_the_number_is_that_of_these_requests():
-    assert PLUGIN_PROTOCOL == 2, "count it up where SAID changes, and write what changed where it is defined"
+    assert PLUGIN_PROTOCOL == 3, "count it up where SAID changes, and write what changed where it is defined"
 
 
 @pytest.mark.parametrize("backend", SAID)
@@ -88,3 +88,6 @@ def test_what_the_trainer_says_is_what_this_protocol_says(backend):
     found, (whole, staged) = transport("vllm", backend), SAID[backend]
     assert said(found.control) == whole
     assert (said(found.staged) if found.staged else None) == staged
+    if backend == "ipc":
+        at_rest = at_once(init={"transport", "handles"}, update=FETCHED, prefetch=ANNOUNCED)
+        assert said(found.adapters) == at_rest and found.adapters.after_send
