@@ -61,12 +61,12 @@ def write_model(directory: Path, shape: str, dtype: torch.dtype) -> None:
     text, vision = SHAPES[shape]
     rope = dict(rope_type="default", rope_theta=5e6, mrope_section=text["mrope_section"], mrope_interleaved=True)
     text = {key: value for key, value in text.items() if key != "mrope_section"} | dict(rope_parameters=rope)
-    settings: dict[str, Any] = dict(
+    ids: dict[str, Any] = IDS
+    config = Qwen3VLConfig(
         text_config=text | dict(max_position_embeddings=262144, tie_word_embeddings=True),
         vision_config=vision | dict(patch_size=16, out_hidden_size=text["hidden_size"]),
-        tie_word_embeddings=True, architectures=["Qwen3VLForConditionalGeneration"], **IDS,
+        tie_word_embeddings=True, architectures=["Qwen3VLForConditionalGeneration"], **ids,
     )  # fmt: skip
-    config = Qwen3VLConfig(**settings)
     config.save_pretrained(directory)
     size = {"shortest_edge": 256 * 32 * 32, "longest_edge": 16384 * 32 * 32}
     Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=size).save_pretrained(directory)
@@ -134,8 +134,8 @@ def measure(args: argparse.Namespace, directory: Path, port: int) -> dict[str, A
 
     with closing(trainer):
         randomise(trainer)
-        tower = trainer.tower
-        assert isinstance(tower, VisionTower)
+        tower, pictures = trainer.tower, trainer.family.pictures
+        assert isinstance(tower, VisionTower) and pictures is not None
         tower.features(picture(args.pixels, 10**6))  # kernels
         files = [picture(args.pixels, 10**6 + 1 + i) for i in range(8)]
         seconds = timed(lambda: [tower.features(file) for file in files]) / len(files)
@@ -144,12 +144,11 @@ def measure(args: argparse.Namespace, directory: Path, port: int) -> dict[str, A
             torch.cuda.reset_peak_memory_stats()
         batch = batch_of(args, trainer, 1)
         fresh, kept = timed(lambda: step(batch)), min(timed(lambda: step(batch)) for _ in range(args.steps))
-        assert batch.picture_places is not None
         text = batch.replace(tokens=batch.tokens.clamp(max=1000), picture_places=None, picture_files=None)
         plain = min(timed(lambda: step(text)) for _ in range(args.steps))
         return {
             "shape": args.shape, "device": torch.cuda.get_device_name() if cuda else "cpu", "dtype": args.dtype,
-            "tokens_per_picture": int(batch.picture_places.values[1] * batch.picture_places.values[2]),
+            "tokens_per_picture": int((batch.tokens == pictures.token).sum()) // batch.num_samples,
             "tokens": len(batch.tokens), "tower_seconds_per_picture": round(seconds, 4),
             "step_seconds_new_pictures": round(fresh, 3), "step_seconds_kept_features": round(kept, 3),
             "step_seconds_text_alone": round(plain, 3), "tokens_per_second": round(len(batch.tokens) / kept),
