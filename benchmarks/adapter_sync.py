@@ -41,7 +41,7 @@ from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Completion, GenerateRequest, HttpRequest, SamplingParams, TensorMeta
 from rltool.megatron.export_plan import adapter_plan
 from rltool.models.registry import family_for, read_hf_config
-from rltool.weights.send.sender import WeightSender
+from rltool.weights.send.sender import Rank, WeightSender
 
 PROMPT = tuple(1 + 37 * i % 500 for i in range(32))
 SHORT = SamplingParams(max_tokens=1, temperature=0.0)
@@ -133,7 +133,7 @@ async def measure(args: argparse.Namespace, server: Server, model: Path, work: P
     weights = RandomAdapter(model, args.rank, device)
     sender = WeightSender(
         WeightsConfig(bucket_bytes=64 << 20), weights.plan, device=device, deadline=DEADLINE, model_files=model,
-        gpu="" if args.cpu else gpu_uuid(device),
+        rank=Rank(gpu="" if args.cpu else gpu_uuid(device)),
     )  # fmt: skip
     try:
         async with EngineClient() as client:

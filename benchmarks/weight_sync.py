@@ -47,7 +47,7 @@ from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import HttpRequest
 from rltool.processes import garbage
 from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import SendReport, WeightSender
+from rltool.weights.send.sender import Rank, SendReport, WeightSender
 from rltool.weights.transport import Backend, OneRequestControl, PausingControl, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {
@@ -304,8 +304,8 @@ class Benchmark:
         config = WeightsConfig(bucket_bytes=self.args.bucket_mib << 20)
         return [
             WeightSender(
-                config, self.weights[0].plan, device=device, deadline=DEADLINE, model_files=self.model, rank=rank,
-                gpu=gpu_uuid(device) if device.type == "cuda" else "",
+                config, self.weights[0].plan, device=device, deadline=DEADLINE, model_files=self.model,
+                rank=Rank(rank, gpu_uuid(device) if device.type == "cuda" else ""),
             )
             for rank, device in enumerate(self.devices if backend == "ipc" else self.devices[:1])
         ]  # fmt: skip

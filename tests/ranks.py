@@ -20,7 +20,7 @@ from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part
 from rltool.models.base import Parameter
 from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import SendReport, WeightSender
+from rltool.weights.send.sender import Rank, SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous
@@ -124,8 +124,8 @@ class RanksOnGpus(SenderRanks):
         self.config, self.sent, self.gathers, self.held = config, 0, [], []
         self.senders = [
             WeightSender(
-                config, self.plan, device=torch.device("cpu"), deadline=deadline, model_files=model_files, rank=rank,
-                gpu=gpu,
+                config, self.plan, device=torch.device("cpu"), deadline=deadline, model_files=model_files,
+                rank=Rank(rank, gpu),
             )
             for rank, gpu in enumerate(gpus)
         ]  # fmt: skip

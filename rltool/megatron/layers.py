@@ -145,7 +145,6 @@ class PackedCausalAttention(MegatronModule):
         layer_number: int,
         attn_mask_type: Any,
         attention_type: str,
-        attention_dropout: float | None = None,
         softmax_scale: float | None = None,
         attention: Attention = Attention(),
         backend: Backend = "auto",

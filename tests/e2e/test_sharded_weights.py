@@ -48,7 +48,7 @@ def sync_case(place, endpoint: EngineEndpoint, workers: int, path: Path, layout:
 
     from rltool.megatron.model import global_names
     from rltool.weights.send.rank_barrier import one_meeting
-    from rltool.weights.send.sender import WeightSender
+    from rltool.weights.send.sender import Rank, WeightSender
     from rltool.weights.transport import Receiver, transport
 
     trainer = make_trainer(place, path, **layout)
@@ -59,7 +59,7 @@ def sync_case(place, endpoint: EngineEndpoint, workers: int, path: Path, layout:
         backend = "gloo-sharded" if sharded else "gloo"
         sender = WeightSender(
             WeightsConfig(bucket_bytes=BUCKET_BYTES, sharded=sharded), trainer.export_plan, device=torch.device("cpu"),
-            deadline=SECONDS, model_files=path, rank=place.rank, layout=trainer.coordinates.layout,
+            deadline=SECONDS, model_files=path, rank=Rank(place.rank, layout=trainer.coordinates.layout),
         )  # fmt: skip
         receiver = Receiver(endpoint.url, "vllm", backend, workers)
         meetings: list[Any] = [None] * place.world_size

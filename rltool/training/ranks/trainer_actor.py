@@ -26,7 +26,7 @@ from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster.devices import RankDevice, device_of_rank
-from rltool.weights.send.sender import SendReport, WeightSender
+from rltool.weights.send.sender import Rank, SendReport, WeightSender
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.transport import Receiver, Rendezvous
 from rltool.weights.verify.implied_checksums import adapter_checksums, implied_checksums
@@ -115,10 +115,10 @@ class TrainerActor:
             updates = config.steps * config.updates_per_rollout * config.critic.updates_per_optimizer_step
             critic = Critic(trainer, config.critic, total_optimizer_steps=updates)
         device = trainer.runtime.device
+        gpu = gpu_uuid(device) if device.type == "cuda" else ""
         sender = WeightSender(
             config.weights, self._plan_of(trainer), device=device, deadline=config.deadlines.bucket,
-            model_files=config.model.path, rank=self.rank, gpu=gpu_uuid(device) if device.type == "cuda" else "",
-            layout=config.trainer.layout,
+            model_files=config.model.path, rank=Rank(self.rank, gpu, config.trainer.layout),
         )  # fmt: skip
         self._closing.callback(sender.close)
         saver = CheckpointSaver(trainer, asynchronous=config.checkpoint.async_save, critic=critic)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -58,23 +59,31 @@ class SendReport:
     sent_bytes: tuple[int, ...] = ()
 
 
+class Rank(NamedTuple):
+    """Of the trainer. gpu: see SenderOptions; layout: of all ranks."""
+
+    number: int = 0
+    gpu: str = ""
+    layout: ParallelLayout = ParallelLayout()
+
+
 class WeightSender:
     """Lives in each trainer rank. One call at a time; `abort` and `ready` alone may come from other threads, at any
     time. All ranks get the same calls, in the same order.
 
     plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
-    (DeadlinesConfig.bucket); model_files, gpu: see SenderOptions; layout: of the ranks. UsageError for a plan that
-    cannot be sharded, with weights.sharded.
+    (DeadlinesConfig.bucket); model_files: see SenderOptions. UsageError for a plan that cannot be
+    sharded, with weights.sharded.
     """
 
     def __init__(
         self, config: WeightsConfig, plan: ExportPlan, *, device: torch.device, deadline: float, model_files: Path,
-        rank: int = 0, gpu: str = "", layout: ParallelLayout = ParallelLayout(),
+        rank: Rank = Rank(),
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
-        self.rank, self.gpu = rank, gpu
+        self.rank, self.gpu = rank.number, rank.gpu
         self.plan, self._buckets, self._peft = plan, plan.buckets(config.bucket_bytes), plan.peft
-        self.part = OwnPart(plan, layout, rank, config.bucket_bytes) if config.sharded else None
+        self.part = OwnPart(plan, rank.layout, rank.number, config.bucket_bytes) if config.sharded else None
         self._channels: dict[str, Channel] = {}
         self._elsewhere: set[str] = set()  # engines that other ranks send to
         self._by_every_rank: set[str] = set()  # engines of transports whose senders are in every rank

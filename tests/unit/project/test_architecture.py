@@ -523,3 +523,19 @@ def test_no_module_of_the_configuration_imports_itself_by_way_of_others_not_even
     circle = [*imports_of("from rltool.config.rules import RULES", "config/train.py"),
               *imports_of(back, "config/rules.py")]  # fmt: skip
     assert in_circles(circle) == ["rltool.config.rules", "rltool.config.train"]
+
+
+MOST_PARAMETERS = 7
+"""Of a constructor: what belongs together is one value before that."""
+
+
+def test_no_constructor_takes_more_than_seven_parameters():
+    """Fields of dataclasses and of configuration have names of their own, and do not count."""
+    found = {}
+    for file in sorted((ROOT / "rltool").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                given = node.args.posonlyargs + node.args.args + node.args.kwonlyargs
+                found[f"{file.relative_to(ROOT)}:{node.lineno}"] = len(given) - 1
+    assert len(found) > 100
+    assert {place: count for place, count in found.items() if count > MOST_PARAMETERS} == {}

@@ -17,7 +17,7 @@ from rltool.engines.plugin.channels import ChannelError, IpcChannel
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
 from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import NOT_CONNECTED, SendReport, WeightSender
+from rltool.weights.send.sender import NOT_CONNECTED, Rank, SendReport, WeightSender
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, TransportError, transport
 from rltool.weights.transports import sglang_tensors
 from rltool.weights.transports.ipc import IpcSender, check_handles
@@ -109,7 +109,7 @@ def test_an_abort_ends_whoever_waits(sender):
 def senders(tmp_path: Path) -> list[WeightSender]:
     return [
         WeightSender(
-            WeightsConfig(), plan_of({}), device=CPU, deadline=PATIENCE, model_files=tmp_path, rank=rank, gpu=gpu
+            WeightsConfig(), plan_of({}), device=CPU, deadline=PATIENCE, model_files=tmp_path, rank=Rank(rank, gpu)
         )
         for rank, gpu in enumerate(("gpu-a", "gpu-b", "gpu-c"))
     ]
