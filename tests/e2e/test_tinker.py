@@ -136,9 +136,10 @@ def test_a_wrong_key_is_refused(server):
 
 
 def test_two_clients_beside_each_other_train_as_each_does_alone(server, undisturbed):
-    both = [start_client(server, who, "steps") for who in KEYS]
-    for client in both:
-        assert result_of(client) == undisturbed
+    alone = {"1": undisturbed, "2": result_of(start_client(server, "bob", "steps", "2"))}
+    assert alone["1"]["end"] != alone["2"]["end"], "swapped states would show"
+    both = {seed: start_client(server, who, "steps", seed) for who, seed in zip(("alice", "bob"), alone, strict=True)}
+    assert {seed: result_of(client) for seed, client in both.items()} == alone
 
 
 def test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have_given(model, tmp_path, undisturbed):

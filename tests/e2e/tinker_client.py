@@ -58,7 +58,8 @@ def train(client, steps, losses=("cross_entropy",)):
 
 
 def steps(service):
-    client = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    seed = int(sys.argv[4]) if len(sys.argv) > 4 else 1
+    client = service.create_lora_training_client("tiny", rank=4, seed=seed).result()
     return {"steps": train(client, 8), "end": flat(client.forward(data_of(99), "cross_entropy").result())}
 
 
