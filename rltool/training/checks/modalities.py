@@ -10,7 +10,7 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import most_different_sample
 from rltool.config.train import TrainConfig
 from rltool.engines.types import TEXT_ALONE
-from rltool.errors import TrainingStopped
+from rltool.errors import TrainingStopped, UsageError
 from rltool.models.base import Family
 from rltool.models.pictures import Place, check_places, places_of
 from rltool.models.registry import family_for, read_hf_config
@@ -85,8 +85,13 @@ def _disagrees(sample: Sample, family: Family) -> str | None:
 
 def picture_reader(config: TrainConfig) -> PictureReader | None:
     """Of a model that takes pictures, where its directory has an image processor: without one it is trained as text."""
-    family = _family(config)
-    if family.pictures is None or not _has_processor(config):
+    if not _has_processor(config):
+        return None
+    try:
+        family = _family(config)
+    except UsageError:  # engines serve models that the trainer does not have: rollouts alone
+        return None
+    if family.pictures is None:
         return None
     return PictureReader(family.pictures, config.model.path, config.data.media_root)
 

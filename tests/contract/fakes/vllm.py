@@ -678,7 +678,7 @@ class FakeVllm(FakeServer):
         return web.json_response({"message": "Weight update started"})
 
     async def _prefetch(self, recorded: Recorded) -> web.Response:
-        self.peft = recorded.body.get("peft")
+        self.peft = recorded.body.get("peft") if isinstance(recorded.body, dict) else None
         status, reply = await prefetch(self, recorded.body)
         return web.json_response(reply, status=status)
 
