@@ -21,7 +21,6 @@ from rltool.engines.types import Completion, GenerateRequest, Picture, SamplingP
 from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
 from rltool.processes.tasks import all_of
 from rltool.rollout.data import Prompt
-from rltool.rollout.pictures import for_engine
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
 from rltool.rollout.serving.model_clients import ModelClient, Models
@@ -196,7 +195,11 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
 
 
 def _pictures(sample: Sample) -> tuple[Picture, ...]:
-    return for_engine(sample.multimodal_inputs, sample.picture_places) if sample.picture_places else ()
+    if not sample.picture_places:
+        return ()
+    from rltool.rollout.pictures import for_engine  # needs torch, which gateways do without
+
+    return for_engine(sample.multimodal_inputs, sample.picture_places)
 
 
 def check_prompt(sample: Sample, vocab_size: int) -> None:
