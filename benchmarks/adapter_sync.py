@@ -7,8 +7,8 @@ A vLLM with rltool's plugin and random weights in the shape of a real model is s
 layers, through the classes with which the trainer does it, while --load requests run with the adapter before. One line
 of JSON a round: seconds to send (beside generation: until it is in its place in the worker), to publish, and from there
 to the first token of a request with the new name; beside it those of one with a name that is there already, and, out of
-the engine's log, the worker's parts of the sending. Nothing is paused. Every adapter must sample
-otherwise than the one before, the same tensors under another name the same, and no request in flight may end early.
+the engine's log, the worker's parts of the sending. Nothing is paused. Every adapter must sample otherwise than the one
+before, the same tensors under another name the same, and no request in flight may end early.
 """
 
 from __future__ import annotations

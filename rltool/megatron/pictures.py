@@ -86,11 +86,8 @@ def place_pictures(
     assert batch.picture_places is not None and family.pictures is not None
     if at.layout.cp > 1 or packed.blocks is not None:
         raise ValueError("pictures are implemented without context parallelism and shared prefixes")
-    lengths, samples = (
-        numbers(batch.lengths),
-        torch.split(batch.picture_places.values, numbers(batch.picture_places.lengths)),
-    )
-    places = [places_of(numbers(own)) for own in samples]
+    lengths, given = numbers(batch.lengths), batch.picture_places
+    places = [places_of(numbers(own)) for own in torch.split(given.values, numbers(given.lengths))]
     for number, (tokens, own) in enumerate(zip(torch.split(batch.tokens, lengths), places, strict=True)):
         _check(numbers(tokens), own, family.pictures, number)
     packed.positions = to_device(packed.place_row(token_axes(lengths, places), 0), device)

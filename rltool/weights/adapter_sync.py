@@ -74,14 +74,8 @@ class AdapterSync:
             self._woken = {}
             if self.gpus is None:
                 return await self._sync(version, check_all=check_all, only=only)
-            asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
-            async with self.gpus.parameters():
-                try:
-                    report = await self._sync(version, check_all=check_all, only=only)
-                finally:
-                    for url in asleep:
-                        if url not in self._woken:
-                            await self.gpus.end(url, "it did not wake up")
+            async with self.gpus.in_a_sync(self.fleet, lambda: self._woken):
+                report = await self._sync(version, check_all=check_all, only=only)
             return replace(report, offload=self.gpus.offload_seconds, wake=max(self._woken.values(), default=0.0))
 
     async def leave_engine(self, url: str) -> None:

@@ -11,13 +11,14 @@ a pause stands for it, and the processes take turns all the same.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from rltool.engines.dialects.protocol import Controls, SleepLevel
 from rltool.engines.dialects.table import controls, launches
+from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import UsageError
 from rltool.megatron.offload import Part
@@ -149,6 +150,19 @@ class SharedGpus:
             yield
         finally:
             await self._offload(SENT)
+
+    @asynccontextmanager
+    async def in_a_sync(self, fleet: Fleet, awake: Callable[[], Collection[str]]) -> AsyncIterator[None]:
+        """`parameters`; an engine of the fleet that was asleep and is not among `awake` at the end is ended."""
+        asleep = [member.url for member in fleet.members(State.ASLEEP)]
+        async with self.parameters():
+            try:
+                yield
+            finally:
+                woken = awake()
+                for url in asleep:
+                    if url not in woken:
+                        await self.end(url, "it did not wake up")
 
     async def _offload(self, parts: Sequence[Part]) -> None:
         started = time.perf_counter()

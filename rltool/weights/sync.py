@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.fleet.engine_set import EngineSet
-from rltool.engines.fleet.fleet import State
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket
 from rltool.engines.weight_version import WeightVersion
@@ -78,16 +77,12 @@ class WeightSync:
             self._updates = []
             if self.gpus is None:
                 return await self._sync(version, check_all=check_all, only=only)
-            asleep = [member.url for member in self.fleet.members(State.ASLEEP)]
-            async with self.gpus.parameters():
-                try:
-                    report = await self._sync(version, check_all=check_all, only=only)
-                finally:
-                    awake = {update.url for update in self._updates if not update.is_asleep}
-                    for url in asleep:
-                        if url not in awake:
-                            await self.gpus.end(url, "it did not wake up")
+            async with self.gpus.in_a_sync(self.fleet, self._awake):
+                report = await self._sync(version, check_all=check_all, only=only)
             return replace(report, offload=self.gpus.offload_seconds)
+
+    def _awake(self) -> set[str]:
+        return {update.url for update in self._updates if not update.is_asleep}
 
     async def _sync(self, version: WeightVersion, *, check_all: bool, only: Collection[str] | None) -> SyncReport:
         started, phases = time.perf_counter(), dict[str, float]()

@@ -79,10 +79,8 @@ class SenderOptions:
 
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
     directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
-    with those files.
-    gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
-    weights.delta, what has changed.
-    peft: ExportPlan.peft; part: what the rank holds, with weights.sharded.
+    with those files; gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
+    weights.delta, what has changed; peft: ExportPlan.peft; part: what the rank holds, with weights.sharded.
     """
 
     group: str
@@ -253,9 +251,8 @@ class Transport:
     """sender: the factory of SenderTransport. shared: one sender serves all engines of this transport, because what it
     sends does not depend on them. listens: the sender has a port that engines connect to. located: for engines that do
     not fetch by themselves. staged: the control for weights.staged; None: these engines cannot. adapters: for
-    weights.lora_sync = "adapter", where it is not as staged. senders: the ranks that
-    have one for an engine; every: each rank that is on one of the engine's GPUs; owners: all, each for what
-    it holds."""
+    weights.lora_sync = "adapter", where it is not as staged. senders: the ranks that have one for an engine; every:
+    each rank that is on one of the engine's GPUs; owners: all, each for what it holds."""
 
     sender: SenderFactory
     control: ReceiverControl

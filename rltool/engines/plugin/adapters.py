@@ -41,8 +41,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def place_for(state: Any, body: Any) -> dict[str, Any] | None:
-    """What the workers are told of the adapter that POST /rltool/prefetch is about: its config, its id, and the ids
-    that have names; None: it is about weights. state: the FastAPI app's."""
+    """What the workers get to know of the adapter of POST /rltool/prefetch: its config, its id, and the ids that
+    have names; None: it is about weights. state: the FastAPI app's."""
     peft = body.get("peft") if isinstance(body, Mapping) else None
     models = getattr(state, "openai_serving_models", None)
     if peft is None or models is None:

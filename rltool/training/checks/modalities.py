@@ -11,7 +11,7 @@ from rltool.algorithms.mismatch import most_different_sample
 from rltool.config.train import TrainConfig
 from rltool.engines.types import TEXT_ALONE
 from rltool.errors import TrainingStopped, UsageError
-from rltool.models.base import Family
+from rltool.models.base import Family, Pictures
 from rltool.models.pictures import Place, check_places, places_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.multimodal import named
@@ -34,7 +34,7 @@ def generation_refusal(config: TrainConfig, kinds: Collection[str]) -> str | Non
     rollout = config.rollout
     if not kinds or any((rollout.generate_function, rollout.environment, rollout.agent)):
         return None
-    if _family(config).modalities.issuperset(kinds) and _has_processor(config):
+    if {"image"}.issuperset(kinds) and _pictures(config) is not None:
         return None
     return (
         f"{named(kinds)}, and the built-in generation {TEXT_ALONE}: it sends token ids; give a "
@@ -84,16 +84,9 @@ def _disagrees(sample: Sample, family: Family) -> str | None:
 
 
 def picture_reader(config: TrainConfig) -> PictureReader | None:
-    """Of a model that takes pictures, where its directory has an image processor: without one it is trained as text."""
-    if not _has_processor(config):
-        return None
-    try:
-        family = _family(config)
-    except UsageError:  # engines serve models that the trainer does not have: rollouts alone
-        return None
-    if family.pictures is None:
-        return None
-    return PictureReader(family.pictures, config.model.path, config.data.media_root)
+    """Of a model that takes pictures; None for others."""
+    pictures = _pictures(config)
+    return None if pictures is None else PictureReader(pictures, config.model.path, config.data.media_root)
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:
@@ -102,6 +95,17 @@ def run_tokenizer(config: TrainConfig) -> Tokenizer:
         config.model.path, stop_token_ids=config.sampling.stop_token_ids, chat_template=config.data.chat_template,
         trust_remote_code=config.model.trust_remote_code, pictures=picture_reader(config),
     )  # fmt: skip
+
+
+def _pictures(config: TrainConfig) -> Pictures | None:
+    """None for a directory without an image processor, which is trained as text, and for a model that the trainer does
+    not have, which engines may serve to rollouts alone."""
+    if not _has_processor(config):
+        return None
+    try:
+        return _family(config).pictures
+    except UsageError:
+        return None
 
 
 def _has_processor(config: TrainConfig) -> bool:

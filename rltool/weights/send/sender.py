@@ -72,8 +72,8 @@ class WeightSender:
     time. All ranks get the same calls, in the same order.
 
     plan: what is sent; device: where the tensors are; deadline: seconds for joining an engine, and then for each bucket
-    (DeadlinesConfig.bucket); model_files: see SenderOptions. UsageError for a plan that cannot be
-    sharded, with weights.sharded.
+    (DeadlinesConfig.bucket); model_files: see SenderOptions. UsageError, with weights.sharded, for a plan that
+    cannot be sharded.
     """
 
     def __init__(

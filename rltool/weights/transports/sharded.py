@@ -20,6 +20,7 @@ from rltool.megatron.shards import held
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import vllm
+from rltool.weights.transports.gloo import VllmGlooControl
 from rltool.weights.transports.rendezvous import host_rendezvous
 
 
@@ -117,7 +118,7 @@ class ShardedGlooSender(SenderTransport):
         self._group = self._store = None
 
 
-class ShardedGlooControl(vllm.VllmControl):
+class ShardedGlooControl(VllmGlooControl):
     def init(self, rendezvous: Rendezvous, *, rank_offset: int, timeout_seconds: float) -> list[HttpRequest]:
         return [
             vllm.init_request(
@@ -129,12 +130,6 @@ class ShardedGlooControl(vllm.VllmControl):
                 timeout_seconds=timeout_seconds,
             )
         ]
-
-    def announce(
-        self, buckets: Sequence[Bucket], rendezvous: Rendezvous, *, version: str
-    ) -> list[tuple[HttpRequest, int]]:
-        """Each bucket is received while its request is open."""
-        return [(vllm.bucket_request(bucket), 1) for bucket in buckets]
 
 
 def _obstacle(info: EngineInfo, trainer_device: str) -> str | None:

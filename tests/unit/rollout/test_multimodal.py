@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shutil
 from array import array
 from dataclasses import replace
 from functools import partial
@@ -267,6 +268,18 @@ def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(c
     assert "built-in generation" in str(generation_refusal(configured(), {"image", "video"}))
     for settings in (["trainer.world_size=2", "trainer.context_parallel=2"], ["trainer.shared_prefixes=true"]):
         assert "not implemented with pictures" in str(training_refusal(configured(*settings), {"image"}))
+
+
+def test_rollouts_of_a_model_that_the_trainer_does_not_have_read_text_alone(configured, model, tmp_path):
+    """Image processor or not: engines serve more models than the trainer has."""
+    other = shutil.copytree(model, tmp_path / "other")
+    named = json.loads((model / "config.json").read_text()) | {"architectures": ["NobodyForCausalLM"]}
+    (other / "config.json").write_text(json.dumps(named))
+    for _ in range(2):
+        config = configured(f"model.path={other}")
+        assert modalities.run_tokenizer(config).pictures is None
+        assert TEXT_ALONE in str(generation_refusal(config, {"image"}))
+        (other / "preprocessor_config.json").write_text("{}")
 
 
 PICTURES = Pictures(token=7, patch=8, merge=2, deep=0)
