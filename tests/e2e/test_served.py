@@ -310,8 +310,8 @@ def case_wrong(place, path):
         for spec, expected in ((AdapterSpec(2, 8.0, ("experts",)), "experts"), (AdapterSpec(0), "rank is 0")):
             with pytest.raises(UsageError, match=expected):
                 trainer.create("b", spec, 1)
-        with pytest.raises(UsageError, match="no engines"):
-            trainer.sync("a")
+        with pytest.raises(UsageError, match="adapters are trained here"):
+            trainer.put_in(path)
         wild = data_of(1, [3])
         wild[0].inputs["advantages"][:] = 3e38
         trainer.forward("a", wild, "importance_sampling", {}, backward=True)
