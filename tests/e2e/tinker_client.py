@@ -234,8 +234,9 @@ def custom(service):
     def own(data, logprobs):
         losses = []
         for datum, new in zip(data, logprobs, strict=True):
-            old, advantages = (torch.from_numpy(inputs_of[id(datum)][name]) for name in ("logprobs", "advantages"))
-            losses.append(-((new - old).exp() * advantages).sum())
+            names = ("weights", "logprobs", "advantages")
+            weights, old, advantages = (datum.loss_fn_inputs[name].to_torch() for name in names)
+            losses.append(-(weights * (new - old).exp() * advantages).sum())
         return torch.stack(losses).sum(), {"own": float(len(data))}
 
     def squared(data, logprobs):
@@ -245,19 +246,18 @@ def custom(service):
     adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
     for seed in (1, 2):
         data = data_of(seed, True)
-        inputs_of = {id(datum): {n: t.to_numpy() for n, t in datum.loss_fn_inputs.items()} for datum in data}
         given = theirs.forward_backward(data, "importance_sampling").result()
         made = ours.forward_backward_custom(data, own).result()
         norms = [each.optim_step(adam).result().metrics["grad_norm"] for each in (theirs, ours)]
         found["steps"].append([[given.metrics["loss:sum"], made.metrics["loss:sum"]], norms, made.metrics["own"]])
     found["ends"] = [flat(each.forward(data_of(99), "cross_entropy").result()) for each in (theirs, ours)]
+    found["paths"] = [each.save_state(f"end-{i}").result().path for i, each in enumerate((theirs, ours))]
     [before] = [scored(ours, PROMPT[:1], PROMPT[1:])]
     data = data_of(3)
     for _ in range(3):
         ours.forward_backward_custom(data, squared).result()
         ours.optim_step(adam)
     found["moved"] = [before, scored(ours, PROMPT[:1], PROMPT[1:])]
-    found["paths"] = [each.save_state(f"end-{i}").result().path for i, each in enumerate((theirs, ours))]
     return found
 
 
