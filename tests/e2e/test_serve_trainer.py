@@ -100,7 +100,12 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
     for name in ("base", "trained", "saved", "scored"):
         np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
     assert np.abs(np.subtract(found["base"]["trainer"], found["trained"]["trainer"])).max() > 1e-3
-    assert found["base_model"] == "tiny" and found["n"] == 3
+    assert found["base_model"] == "tiny" and found["not_asked"] is None
+    assert [len({tuple(each) for each in three}) for three in found["several"]] == [3, 3, 3]
+    assert found["several"][0] == found["several"][1] != found["several"][2]
+    assert found["top_1"] == [found["top_1"][0]] * 3 and found["top_1"][0][:4] == found["greedy"]
+    stop, text, said, reason = found["stop_text"]
+    assert reason == "stop" and stop in said and len(said) < len(text) and text.startswith(said)
     assert found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
     assert found["stopped"] == ["stop", 1] and found["length"] == "length"
     assert all(np.argmax([p for _, p in row]) == 0 for row in found["topk"])
@@ -194,10 +199,12 @@ def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoi
         client = served.client("alice", "full", "3")
         assert client.stderr is not None
         for line in client.stderr:
-            if line.startswith("ahead"):
-                server = read_state(served.run, ROLE)
-                assert server is not None
-                os.kill(server.pid, signal.SIGKILL)
+            for word, role in (("ahead", ROLE), ("engine", "engine-0")):
+                if line.startswith(word):
+                    process = read_state(served.run, role)
+                    assert process is not None
+                    os.kill(process.pid, signal.SIGKILL)
+            if line.startswith("engine"):
                 break
         found = result_of(client)
         assert "failed" not in found, (found, served.log()[-4000:])
@@ -206,9 +213,10 @@ def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoi
         np.testing.assert_allclose(found["prompt"], found["prompt_of_one"], atol=EXACT)
         versions = found["versions"]
         assert len({str(tokens) for tokens, _ in versions.values()}) == 3, "what is mixed up would show"
-        for tokens, logprobs in (*found["first"], *found["still"]):
-            assert tokens == versions["one"][0]
-            np.testing.assert_allclose(logprobs, versions["one"][1], atol=EXACT)
+        seen = [("one", each) for each in (*found["first"], *found["still"])]
+        for name, (tokens, logprobs) in [*seen, ("two", found["again"])]:
+            assert tokens == versions[name][0]
+            np.testing.assert_allclose(logprobs, versions[name][1], atol=EXACT)
         assert len(found["mixed"]) == 9 and all(tokens == versions[name][0] for name, tokens in found["mixed"])
         for name in ("undisturbed", "loaded", "went_on", "made"):
             assert found[name][0] == found[name][1], name

@@ -195,7 +195,16 @@ def sampling(service):
         "trainer": scored(client, tokens[:1], tokens[1:]),
     }
     found["last_n"] = sampler.compute_logprobs(ids(*tokens), prompt_logprobs_last_n=2).result()
-    found["n"] = len(sampled(sampler, n=3).sequences)
+    several = [[list(each.tokens) for each in sampled(sampler, n=3, seed=seed).sequences] for seed in (1, 1, 2)]
+    found["several"] = several
+    found["top_1"] = [list(sampled(sampler, seed=seed, top_k=1).sequences[0].tokens) for seed in (1, 2, 3)]
+    found["not_asked"] = sampled(sampler).prompt_logprobs
+    tokenizer = sampler.get_tokenizer()
+    [long] = sampled(sampler, temperature=0.0, max_tokens=24).sequences
+    text = tokenizer.decode(long.tokens)
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    [short] = sampled(sampler, temperature=0.0, max_tokens=24, stop=[stop]).sequences
+    found["stop_text"] = [stop, text, tokenizer.decode(short.tokens), short.stop_reason]
     found["seeded"] = [list(sampled(sampler, seed=seed).sequences[0].tokens) for seed in (1, 1, 2)]
     [greedy] = sampled(sampler, temperature=0.0, max_tokens=4).sequences
     [stopped] = sampled(sampler, temperature=0.0, max_tokens=4, stop=[greedy.tokens[0]]).sequences
@@ -303,6 +312,9 @@ def full(service):
     found["versions"] = {"base": before, "one": first, "two": second}
     table = one.sample(ids(*PROMPT), 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
     found["prompt"] = table.prompt_logprobs[1:]
+    print("engine", file=sys.stderr, flush=True)
+    time.sleep(float(sys.argv[4]))  # the engine is killed, and gets the weights again
+    found["again"] = same(two)
     found["undisturbed"] = [held, flat(client.forward(data_of(99), "cross_entropy").result())]
     client.load_state_with_optimizer(state).result()
     found["prompt_of_one"] = scored(client, PROMPT[:1], PROMPT[1:])

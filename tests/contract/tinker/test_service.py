@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -32,7 +33,8 @@ from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import SampleRequest
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
-from rltool.tinker.wire import SampleOutput
+from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
+from rltool.training.served import StepOutput
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import forward_proto
 from tests.e2e.engines import clients_python
@@ -217,6 +219,47 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
             await forward(service, "a", model, 1, seed=1)
 
     asyncio.run(case())
+
+
+def test_two_calls_of_one_number_at_once_are_one_and_a_refusal_and_a_call_without_a_number_is_refused(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        step = {"model_id": model, "seq_id": 7, "adam_params": {}}
+        both = await asyncio.gather(forward(service, "a", model, 7), service.optim_step("a", step), return_exceptions=True)
+        assert sorted(type(each).__name__ for each in both) == ["Call", "UsageError"]
+        with pytest.raises(UsageError, match="seq_id is None, expected an integer: it makes a repetition known"):
+            await service.optim_step("a", {"model_id": model, "adam_params": {}})
+
+    asyncio.run(case())
+
+
+def test_an_unloaded_model_leaves_the_others_as_they_are_and_zero_weights_change_nothing(tmp_path):
+    async def case(unloads: bool) -> torch.Tensor:
+        service, trainer = make(tmp_path / str(unloads))
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "base_model": "base"}
+        names = [f"{session}:train:{i}" for i in range(2)]
+        for i in range(2):
+            await service.create_model("a", body | {"model_seq_id": i, "lora_config": {"rank": 1, "seed": i}})
+        for seq, weight in enumerate((1.0, 0.0), 1):
+            for name in names[: 2 if unloads else 1]:
+                weights = {"weights": [weight] * 3} if unloads or weight else {}
+                proto = forward_proto(name, seq, tokens=[1, 2, 3], targets=[2, 3, 5], **weights)
+                if weights:
+                    kept = {"proto": base64.b64encode(proto).decode()}
+                    await service.on_model("a", "forward_backward", name, seq, kept)
+        if unloads:
+            await service.unload_model("a", {"model_id": names[1]})
+        call = await service.optim_step("a", {"model_id": names[0], "seq_id": 3, "adam_params": {"learning_rate": 0.1}})
+        assert "metrics" in (await service.result("a", call.number, 5) or {})
+        running.cancel()
+        await asyncio.wait({running})
+        assert set(trainer.models) == {names[0], *([] if unloads else names[1:])}
+        return trainer.models[names[0]]["weights"]
+
+    assert torch.equal(asyncio.run(case(True)), asyncio.run(case(False)))
 
 
 def test_clients_take_turns_and_each_models_calls_keep_their_order(tmp_path, monkeypatch):
@@ -689,13 +732,53 @@ def test_requests_of_different_weights_take_turns_at_the_engines_and_none_runs_b
 
 
 def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
-    script, page = Path(__file__).with_name("client_routes.py"), Path(__file__).parents[3] / "docs" / "tinker-api.md"
-    told = subprocess.run([str(clients_python()), str(script)], capture_output=True, text=True, check=True)
-    rows = re.findall(r"^\| `([A-Z]+ \S+)`", page.read_text(), re.MULTILINE)
+    theirs = set(of_the_client("routes"))
+    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+ \S+)`", page, re.MULTILINE)
     ours = [re.sub("{[^}]*}", "{}", row.replace("/weights/{name}", "/{name}")) for row in rows]
     assert len(ours) == len(set(ours)), "a route is in one of the tables, once"
-    assert set(ours) - set(json.loads(told.stdout)) == {"POST unload_model"}, "of types that the client still has"
-    assert set(json.loads(told.stdout)) <= set(ours)
+    assert set(ours) - theirs == {"POST unload_model"}, "the client still has the types of its answer"
+    assert theirs <= set(ours)
+
+
+def of_the_client(*arguments: str) -> Any:
+    command = [str(clients_python()), str(Path(__file__).with_name("client_package.py")), *arguments]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_the_released_client_reads_what_is_encoded_here_and_what_it_encodes_is_read(tmp_path):
+    sequences = (SampledTokens((1, 2, 3), (-0.5, -1.25, -2.0), "stop"), SampledTokens((7,), (-0.125,), "length"))
+    prompt, nan = np.array([np.nan, -0.25], np.float32), float("nan")
+    ids, logprobs = np.array([[-1, -1], [11, 12], [13, -1]]), np.array([[nan, nan], [-0.5, -1.0], [-0.25, nan]])
+    table = Topk(ids, np.where(ids < 0, -np.inf, logprobs))
+    none = Topk(ids[:1], np.full((1, 2), -np.inf))
+    written = {
+        "samples-plain": SampleOutput(sequences), "samples-prompt": SampleOutput(sequences[:1], prompt),
+        "samples-topk": SampleOutput(sequences[:1], prompt, table), "samples-none": SampleOutput((), prompt[:1], none),
+    }  # fmt: skip
+    for name, output in written.items():
+        (tmp_path / name).write_bytes(encode_samples(output))
+    rows = tuple(np.array(each, np.float32) for each in ([-0.5, -0.25, -1.0], [-2.0]))
+    output = StepOutput(rows, tuple(-each for each in rows), {"loss_sum": 3.75, "num_tokens": 4.0})
+    (tmp_path / "output").write_bytes(encode_output(output))
+    read = of_the_client("wire", str(tmp_path))
+    assert read["samples-plain"] == {
+        "sequences": [[[1, 2, 3], [-0.5, -1.25, -2.0], "stop"], [[7], [-0.125], "length"]], "prompt": None,
+        "topk": None,
+    }  # fmt: skip
+    assert read["samples-prompt"]["prompt"] == [None, -0.25] and read["samples-prompt"]["topk"] is None
+    assert read["samples-topk"]["topk"] == [None, [[11, -0.5], [12, -1.0]], [[13, -0.25]]]
+    assert read["samples-none"] == {"sequences": [], "prompt": [None], "topk": [None]}
+    shown, metrics = read["output"]
+    assert [each["logprobs"] for each in shown] == [[-0.5, -0.25, -1.0], [-2.0]]
+    assert shown[1]["elementwise_loss"] == [2.0] and metrics["loss:sum"] == 3.75
+    request = decode_forward((tmp_path / "request").read_bytes())
+    assert (request.model, request.seq, request.loss, request.backward) == ("m", 7, "ppo", True)
+    [datum] = request.data
+    assert datum.tokens.tolist() == [1, 2, 3] and datum.targets.tolist() == [2, 3, 4]
+    assert datum.inputs["weights"].tolist() == [1.0, 0.5, 0.0] and request.settings == {"clip_low_threshold": 0.5}
+    with pytest.raises(UsageError, match="is not a ForwardBackwardRequest"):
+        decode_forward(b"\xff\xfe no message")
 
 
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):
