@@ -226,7 +226,8 @@ def test_two_calls_of_one_number_at_once_are_one_and_a_refusal_and_a_call_withou
         service, _ = make(tmp_path)
         model = await model_of(service, "a")
         step = {"model_id": model, "seq_id": 7, "adam_params": {}}
-        both = await asyncio.gather(forward(service, "a", model, 7), service.optim_step("a", step), return_exceptions=True)
+        calls = forward(service, "a", model, 7), service.optim_step("a", step)
+        both = await asyncio.gather(*calls, return_exceptions=True)
         assert sorted(type(each).__name__ for each in both) == ["Call", "UsageError"]
         with pytest.raises(UsageError, match="seq_id is None, expected an integer: it makes a repetition known"):
             await service.optim_step("a", {"model_id": model, "adam_params": {}})
