@@ -719,7 +719,7 @@ def test_requests_of_different_weights_take_turns_at_the_engines_and_none_runs_b
         cancelled.cancel()
         await asyncio.wait({cancelled})
         await request(1)
-        with pytest.raises(UsageError, match="none is not there"):
+        with pytest.raises(UsageError, match="are kept no more"):
             async with held.using(tmp_path / "none"):
                 pass
         service.fresh = paths[2]
