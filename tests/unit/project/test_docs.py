@@ -204,6 +204,27 @@ def test_hand_written_pages_stay_short_enough_to_be_read():
     assert sum(words.values()) <= MOST_WORDS, f"{sum(words.values())} words; cut as many as were added: {longest}"
 
 
+def crowded_lines(text: str) -> list[str]:
+    """Lines of prose with more than one sentence; lists, tables and code may have them."""
+    found, fenced = [], False
+    for line in text.splitlines():
+        fenced ^= line.startswith("```")
+        if fenced or re.match(r"    |\s*(?:[-*+] |\d+\. |[|#>])", line):
+            continue
+        prose = re.sub(r"\b(?:e\.g|i\.e|vs|Dr|al)\.", "", re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "C", line)))
+        if re.search(r"[\w)\]*][.!?][\"')*]*\s+[A-Z\[(*]", prose):
+            found.append(line)
+    return found
+
+
+def test_prose_has_one_sentence_a_line():
+    pages = PAGES | {"CONTRIBUTING.md": (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")}
+    crowded = {page: crowded_lines(text) for page, text in pages.items() if page not in GENERATED}
+    assert {page: lines for page, lines in crowded.items() if lines} == {}
+    text = "One (a). Two.\n**Bold.** Three.\n`x`. [Four](a.md).\n- a. B.\n    a. B\nFive, e.g. This, 0.5 B.\n`a. B`"
+    assert len(crowded_lines(text)) == 3
+
+
 def test_every_page_is_linked_from_the_readme():
     assert {page for page in PAGES if page.startswith("docs/")} == set(
         re.findall(r"\]\((docs/[a-z-]+\.md)\)", PAGES["README.md"])
