@@ -1,1 +1,2 @@
-"""Samples, groups, admission, generation, rewards, the data plane, the fleet's monitor, dumps, metrics."""
+"""Samples and groups: admission, generation, collection, snapshots, batches for training. Data, rewards, serving and
+measures are sub-packages."""

@@ -1,1 +1,2 @@
-"""The loop, its data sources, the rollout manager, the Ray actors, placement, preflight, the run's endpoint."""
+"""The loop of `train`: sessions, sources of rollouts, checkpointing, evaluation. Ranks, the rollout manager, placement,
+checks and what people see are sub-packages."""

@@ -1,1 +1,2 @@
-"""From the trainer's parameters to the engines: the stream of tensors, sending, a weight sync, the value check."""
+"""A weight sync, from the trainer's parameters to the engines: its order, connections and reports. Sending, transports,
+deltas and checks of the result are sub-packages."""

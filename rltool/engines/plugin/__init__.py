@@ -2,7 +2,7 @@
 
 vLLM loads `register` in every process of every server on this environment, so it must be cheap, may run several times,
 and must change nothing unless the backend "rltool" or the middleware is asked for on the command line, or the
-environment sets it.
+environment sets it. Not here: what the driver does with a server.
 """
 
 from rltool.engines.plugin.cpu import fork_engine_processes, limit_busy_loop

@@ -2,6 +2,7 @@
 
 `PATCHES` lists them. A test asks `broken_targets` whether the installed Megatron-core still has, in the expected form,
 what each of them replaces: another version fails there, and not as wrong numbers in a run.
+Not here: what a setting of Megatron-core can do.
 """
 
 from rltool.megatron.patches.cpu_mode import cpu_mode

@@ -1,4 +1,7 @@
-"""Prompts: data sets by name, rows that become prompts, and the order in which they are drawn."""
+"""Prompts: data sets by name, rows that become prompts, and the order in which they are drawn.
+
+Not here: samples and what becomes of them.
+"""
 
 from rltool.rollout.data.load import PromptSet, data_summary, load_prompts
 from rltool.rollout.data.prompt import Prompt

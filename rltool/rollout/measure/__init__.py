@@ -1,1 +1,4 @@
-"""Metrics of samples, evaluations, and rollouts on disk: dumps, their comparison, replays."""
+"""Metrics of samples, evaluations, and rollouts on disk: dumps, their comparison, replays.
+
+Not here: metrics of training steps (training/observe).
+"""

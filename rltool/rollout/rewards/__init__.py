@@ -1,1 +1,4 @@
-"""Rewards: the shipped ones, users' own, judges and reward models, and the processes that run them."""
+"""Rewards: the shipped ones, users' own, judges and reward models, and the processes that run them.
+
+Not here: advantages (algorithms).
+"""

@@ -1,2 +1,4 @@
-"""The trainer's end of delta transfers: what changed, and the store that it is written to. (engines/delta has what both
-ends share.)"""
+"""The trainer's end of delta transfers: what changed, and the store that it is written to.
+
+Not here: what both ends share (engines/delta).
+"""

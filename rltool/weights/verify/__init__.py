@@ -1,1 +1,4 @@
-"""Do engines hold the trainer's weights: log-probabilities, checksums, digests, tolerances."""
+"""Do engines hold the trainer's weights: log-probabilities, checksums, digests, tolerances.
+
+Not here: what is done about a difference.
+"""

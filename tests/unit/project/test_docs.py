@@ -418,6 +418,12 @@ def test_the_page_of_rooms_is_up_to_date_and_every_room_says_what_it_is():
     assert sorted(rooms) == sorted(file.parent.name for file in (ROOT / "rltool").glob("*/__init__.py"))
 
 
+def test_every_sub_package_says_what_is_not_in_it():
+    files = (ROOT / "rltool").glob("*/*/__init__.py")
+    docs = {file.parent: ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) for file in files}
+    assert len(docs) > 15 and [str(path) for path, doc in docs.items() if "Not here: " not in (doc or "")] == []
+
+
 def test_every_page_that_the_code_names_exists():
     files = [file for folder in ("rltool", "recipes", "benchmarks") for file in (ROOT / folder).rglob("*.*")]
     named = {
