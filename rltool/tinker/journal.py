@@ -8,9 +8,13 @@ acknowledged: it is cut off when the journal is opened.
 from __future__ import annotations
 
 import json
+import math
 import os
+import secrets
 import threading
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,7 @@ from typing import Any
 from rltool.errors import UsageError
 from rltool.processes.files import sync_directory
 
+TALLY_SECONDS = 10.0
 _NEXT, _FLOORS = "next", "floors"
 """Of the first line of a journal that was compacted."""
 
@@ -141,3 +146,52 @@ class Journal:
     def close(self) -> None:
         self._calls.close()
         self._results.close()
+
+
+class History:
+    """What a report shows: a line for each call that was carried out, and the tallies of clients, every TALLY_SECONDS
+    where they have changed. In no journal: a kill may take the last tallies. clients: name -> what is counted.
+
+    samples: requests that engines have answered; refused: calls that were not accepted, the last with its reason.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory / "history.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._boot, self._written = secrets.token_hex(6), time.monotonic()
+        self.clients: dict[str, dict[str, Any]] = {}
+        self._changed = True
+        self._tally(-math.inf)
+
+    def carried_out(self, call: Call, result: Mapping[str, Any], seconds: float) -> None:
+        line = {"client": call.client, "model": call.model, "kind": call.kind, "seconds": round(seconds, 6)}
+        line |= {key: result[key] for key in ("loss", "backward", "error") if key in result}
+        line |= {key: value for key, value in result.get("metrics", {}).items() if math.isfinite(value)}
+        self._write(line | {"tokens": call.body.get("tokens", 0)})
+
+    def sampled(self, client: str, tokens: int) -> None:
+        self._count(client, samples=1, sampled_tokens=tokens)
+
+    def refused(self, client: str, reason: str) -> None:
+        self._count(client, refused=1)
+        self.clients[client]["last_refusal"] = reason[:300]
+
+    def close(self) -> None:
+        self._tally(-math.inf)
+        os.close(self._file)
+
+    def _count(self, client: str, **counts: int) -> None:
+        found = self.clients.setdefault(client, {})
+        for name, count in counts.items():
+            found[name] = found.get(name, 0) + count
+        self._changed = True
+        self._tally(self._written + TALLY_SECONDS)
+
+    def _tally(self, due: float) -> None:
+        if self._changed and time.monotonic() >= due:
+            self._changed, self._written = False, time.monotonic()
+            self._write({"boot": self._boot, "clients": self.clients})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """One write: lines of two threads stay whole. A full disk takes no call with it."""
+        with suppress(OSError):
+            os.write(self._file, json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n")

@@ -97,7 +97,7 @@ async def _serve(
         checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
-        samples = None
+        samplers = None
         if engines:
             client = await stack.enter_async_context(EngineClient(run=RunDirectory(parts.run).run_id))
             samplers = Samplers(
@@ -106,12 +106,15 @@ async def _serve(
             samplers.start()
             stack.push_async_callback(samplers.close)
             await _check_base(trainer, config, client, engines, vocab_size)
-            samples = Samples(samplers, vocab_size=vocab_size, most=limits.samples)
-            stack.push_async_callback(samples.close)
         service = await asyncio.to_thread(
             Service, parts.run / "served", trainer, parts.served_name, limits=limits,
             snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
         )  # fmt: skip
+        samples = None
+        if samplers is not None:
+            ended = service.history.sampled
+            samples = Samples(samplers, vocab_size=vocab_size, most=limits.samples, ended=ended)
+            stack.push_async_callback(samples.close)
         run = RunDirectory(parts.run)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")
         server = TinkerServer(service, read_keys(parts.keys), samples=samples, watched_by=watched_by)

@@ -36,7 +36,7 @@ from rltool.tinker.calls import (
     sampler_path,
     unnamed_sampler,
 )
-from rltool.tinker.journal import Call, Journal
+from rltool.tinker.journal import Call, History, Journal
 from rltool.training.served import ServedTrainer
 
 _OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl")
@@ -128,6 +128,7 @@ class Service:
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
         self._journal = Journal(directory)
+        self.history = History(directory)
         self._models: dict[str, _Model] = {}
         self._sessions: dict[str, str] = {}
         self._samplers: dict[str, Sampler] = {}
@@ -545,9 +546,11 @@ class Service:
         finally:
             self.running = ""
             counts["calls"] += 1
-            counts["seconds"] += time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            counts["seconds"] += seconds
         if call.number not in self._journal.results:
             self._journal.finish(call, result)
+            self.history.carried_out(call, result, seconds)
         self._done[call.model] = call.number
         self._since_snapshot += 1
         if self._since_snapshot >= self._snapshot_every:
@@ -636,6 +639,7 @@ class Service:
 
     def close(self) -> None:
         self._journal.close()
+        self.history.close()
 
 
 def _follow(body: dict[str, Any], known: set[str]) -> None:

@@ -577,16 +577,16 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
 def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
-    service, _ = make(tmp_path)
+    lab = open_run("lab", create=True)
+    service, _ = make(lab.path / "served")
     samples = Samples(Endless(), vocab_size=10, most=1)
     server = TinkerServer(service, {"a": "tml-a"}, samples=samples, watched_by=("lab", "the-run"))
 
-    lab = open_run("lab", create=True)
     lab.key_file.write_text("the-run")
 
-    def top() -> None:
+    def say(*words: str) -> None:
         with pytest.raises(SystemExit) as ended:
-            main(["top", "--once"])
+            main([*words])
         assert ended.value.code == 0
 
     async def scenario() -> tuple[Any, str]:
@@ -605,6 +605,10 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
             await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "s"})
             call = await service.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
             assert "error" in (await service.result("a", call.number, 5) or {})
+            wrong, own = {"model_id": "other", "seq_id": 1}, {"X-API-Key": "tml-a"}
+            async with http.post(PREFIX + "optim_step", json=wrong, headers=own) as reply:
+                assert reply.status == 404
+            await asyncio.to_thread(say, "report", "lab")
             for key in ("Bearer tml-a", ""):
                 assert (await http.get("/status", headers={"Authorization": key})).status == 401
             run = {"Authorization": "Bearer the-run"}
@@ -612,16 +616,19 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
                 status = await reply.json()
             async with http.get("/metrics", headers=run) as reply:
                 metrics = await reply.text()
-            await asyncio.to_thread(top)
+            await asyncio.to_thread(say, "top", "--once")
         running.cancel()
         await asyncio.wait({running})
         return status, metrics
 
     status, metrics = asyncio.run(scenario())
+    page = (lab.path / "report.html").read_text()
+    assert "there is no model &#x27;other&#x27;" in page and "beta3 is not supported" in page
     kinds = {kind: (counts["calls"], counts["failed"], counts["tokens"]) for kind, counts in status["calls"].items()}
     assert kinds == {
         "create_model": (1, 0, 0), "forward_backward": (1, 0, 3), "save_weights": (1, 0, 0), "optim_step": (1, 1, 0),
     }  # fmt: skip
+    assert status["refused"] == {"a": 1} and 'rltool_served_refused_total{run="lab",client="a"} 1' in metrics
     assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
     assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
