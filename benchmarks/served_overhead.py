@@ -48,7 +48,7 @@ Step = Callable[[int], tuple[float, float, float]]
 """Number of a step -> loss, norm of the gradient, seconds."""
 
 
-def data_of(pairs: int, samples: int, tokens: int) -> dict[str, np.ndarray]:
+def data_of(pairs: int, samples: int, tokens: int) -> dict[str, Any]:
     """[pairs, samples, tokens] each. Losses are means over all tokens, by the weights."""
     draw, shape = np.random.default_rng(0), (pairs, samples, tokens)
     every = draw.integers(0, VOCABULARY, (*shape[:2], tokens + 1))
@@ -75,7 +75,7 @@ def config_of(model: Path, tokens: int) -> TrainConfig:
 
 
 @contextmanager
-def own_trainer(config: TrainConfig, data: dict[str, np.ndarray]) -> Iterator[Step]:
+def own_trainer(config: TrainConfig, data: dict[str, Any]) -> Iterator[Step]:
     plan = plan_placement(config, gpu=False, generates=False)
     with (
         ray_cluster(
@@ -98,7 +98,7 @@ def own_trainer(config: TrainConfig, data: dict[str, np.ndarray]) -> Iterator[St
         ranks.close()
 
 
-def batch_of_rows(rows: dict[str, np.ndarray]) -> TrainBatch:
+def batch_of_rows(rows: dict[str, Any]) -> TrainBatch:
     """As `train` has it: weights of 1, divided by their number in the step."""
     named = ("logprobs", "advantages")
     return batch_of(

@@ -172,8 +172,8 @@ class History:
         self._count(client, samples=1, sampled_tokens=tokens)
 
     def refused(self, client: str, reason: str) -> None:
+        self.clients.setdefault(client, {})["last_refusal"] = reason[:300]
         self._count(client, refused=1)
-        self.clients[client]["last_refusal"] = reason[:300]
 
     def close(self) -> None:
         self._tally(-math.inf)
