@@ -408,7 +408,9 @@ class Service:
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already."""
-        digest = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
+        # The client counts its sampling sessions anew in every repetition, and takes the one that it is given.
+        content = {key: value for key, value in body.items() if key != "sampling_session"}
+        digest = hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
         async with self._accepting:
             known = self._by_key.get((client, key))
             if known is not None:

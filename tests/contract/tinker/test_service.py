@@ -309,6 +309,13 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
         assert first == again
         with pytest.raises(UsageError, match="a seq_id is used once"):
             await forward(service, "a", model, 1, seed=1)
+        made = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "base"}
+        model = (await service.create_model("a", made | {"lora_config": {"rank": 1}})).model
+        saves = [{"model_id": model, "seq_id": 1, "sampling_session_seq_id": number} for number in (4, 5)]
+        first, again = [await service.save_weights_for_sampler("a", each) for each in saves]  # as the client repeats it
+        assert first == again and first.body["sampling_session"].endswith(":sample:4")
+        with pytest.raises(UsageError, match="a seq_id is used once"):
+            await service.save_weights_for_sampler("a", saves[0] | {"kind": "inflight"})
 
     asyncio.run(case())
 
