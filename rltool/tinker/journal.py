@@ -178,6 +178,7 @@ class History:
     def close(self) -> None:
         self._tally(-math.inf)
         os.close(self._file)
+        self._file = -1  # a sample may end later
 
     def _count(self, client: str, **counts: int) -> None:
         found = self.clients.setdefault(client, {})

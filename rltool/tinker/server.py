@@ -248,6 +248,9 @@ class TinkerServer:
             return self._refused(client, refused.status, str(refused))
         except UsageError as error:
             return self._refused(client, 422, str(error))
+        except web.HTTPRequestEntityTooLarge:
+            reason = f"the request has more than {self._service.limits.body_bytes} bytes (--max-body-bytes)"
+            return self._refused(client, 413, f"{reason}; send less data at a time")
 
     def _refused(self, client: str, status: int, reason: str) -> web.Response:
         if client:

@@ -584,6 +584,23 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
     asyncio.run(scenario())
 
 
+def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
+    service, _ = make(tmp_path, body_bytes=2000)
+    server = TinkerServer(service, {"a": "tml-a"})
+
+    async def scenario() -> None:
+        async with TestClient(TestServer(server.app())) as http:
+            model = await model_of(service, "a")
+            proto = forward_proto(model, 1, tokens=[1] * 200, targets=[2] * 200)
+            for kind, body in (("x-protobuf", proto), ("json", b'"' + b"x" * 2000 + b'"')):
+                head = {"X-API-Key": "tml-a", "Content-Type": f"application/{kind}"}
+                route = "forward_backward" if kind == "x-protobuf" else "optim_step"
+                async with http.post(PREFIX + route, data=body, headers=head) as reply:
+                    assert reply.status == 413 and "more than 2000 bytes" in (await reply.json())["error"]
+
+    asyncio.run(scenario())
+
+
 def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
