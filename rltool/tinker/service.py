@@ -59,6 +59,7 @@ RESULTS = 4
 NO_SEQ = 2**63
 KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""
+KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
 
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
@@ -308,7 +309,7 @@ class Service:
             name = saved[-1] if saved else ""
         directory = self._sampler_directory(sampler.model, name)
         if not name or not directory.exists():
-            raise Refused(404, "these weights are kept no more: of those without a name the newest are; save again")
+            raise Refused(404, KEPT_NO_MORE)
         return directory
 
     def _sampler_directory(self, model: str, name: str) -> Path:

@@ -177,7 +177,7 @@ class Client:
 
 
 class ServedChaos:
-    """One seed. directory: its own, empty. seconds: after which no further fault begins."""
+    """One seed. directory: its own, empty. seconds: after which no further round of all faults begins."""
 
     def __init__(self, seed: int, directory: Path, seconds: float) -> None:
         self._seed, self._rng = seed, random.Random(seed)
@@ -241,9 +241,9 @@ class ServedChaos:
         clients = [Client(who, self._wire.url, self._directory, self._seed + i) for i, who in enumerate(CLIENTS)]
         for client in clients:
             stack.callback(client.process.kill)
-        ends = time.monotonic() + self._seconds
-        deck: list[str] = []
         self._await_steps(clients)
+        ends = time.monotonic() + self._seconds
+        deck = self._rng.sample(FAULTS, len(FAULTS))
         while time.monotonic() < ends or deck:
             if not deck:
                 deck = self._rng.sample(FAULTS, len(FAULTS))
