@@ -20,7 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rltool.engines.endpoints import EngineEndpoint, Endpoints, ModelEndpoints
+from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from tests.e2e.job import write_job
 from tests.e2e.megatron_models import hf_model
 from tests.e2e.several_hosts import Cluster, metrics, serve
