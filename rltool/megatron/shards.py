@@ -52,8 +52,8 @@ def check_plan(plan: ExportPlan) -> None:
 
 
 def interleaved(plan: ExportPlan, stages: int) -> ExportPlan:
-    """The plan with parameters of all pipeline stages in turn, evenly by bytes, each stage's in their order: a bucket of
-    the model's own order is of one stage, and the ranks of the others would wait."""
+    """The plan with parameters of all pipeline stages in turn, evenly by bytes, each stage's in their order: in the
+    model's own order a bucket is of one stage, and the ranks of the others would wait."""
     if stages == 1:
         return plan
     sizes = [sum(map(tensor_bytes, export.tensors)) for export in plan.exports]

@@ -158,7 +158,7 @@ def test_a_firewall_before_one_rank_is_named_with_both_ends_and_the_port(world: 
     world.hosts.block(b, PORT, source=c)
     sets = ("weights.sharded=true", f"weights.port_range=[{PORT},{PORT}]", "deadlines.engines=3", "steps=1")
     said = " ".join(world.train("blocked", *sets, code=1).split())
-    assert f"host c does not reach the trainer at {b.address}, port {PORT}" in said
+    assert f"host c does not reach the trainer's rank 1 at {b.address}, port {PORT}" in said
     assert "a firewall between them (weights.port_range)?" in said and "Traceback" not in said
 
 
