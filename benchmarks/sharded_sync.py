@@ -28,7 +28,7 @@ from tests.hosts import Host, Hosts, missing
 from tests.tiny_models import write_tiny_tokenizer
 
 RANKS = 2
-SECONDS = 580.0
+READY, SECONDS = 900.0, 1800.0
 LAYOUTS = {"tp": "trainer.tensor_parallel=2", "pp": "trainer.pipeline_parallel=2"}
 SETS = (
     "trainer.world_size=2", "trainer.cpus_per_rank=2", "optimizer_steps_per_rollout=1", "eval.sets={}",
@@ -71,7 +71,7 @@ def main() -> None:
             engines = [serve(h, model, root / f"{h.name}.out", "--max-model-len", "64") for h in every[RANKS:]]
             found: list[EngineEndpoint] = []
             for engine in engines:
-                engine.wait()
+                engine.wait(READY)
                 key = root / f"{engine.host.name}.key"
                 key.touch(mode=0o600)
                 key.write_text(engine.key)

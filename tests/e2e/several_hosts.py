@@ -83,8 +83,8 @@ class RemoteEngine:
     def key(self) -> str:
         return self.host.outside(self.host.here / "runs" / self.run / "state" / "key").read_text()
 
-    def wait(self) -> RemoteEngine:
-        ends = time.monotonic() + READY_SECONDS
+    def wait(self, seconds: float = READY_SECONDS) -> RemoteEngine:
+        ends = time.monotonic() + seconds
         ask = [sys.executable, "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)"]
         while "Error" in self.host.run([*ask, f"http://{self.address}/health"], code=None):
             if self.process.poll() is not None or time.monotonic() > ends:
