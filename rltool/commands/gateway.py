@@ -86,7 +86,8 @@ def gateway(
 ) -> None:
     """Start a gateway: agents use OpenAI's or Anthropic's API, and it records each session's exact tokens."""
     given = {
-        "host": host, "port": port, "processes": processes, "key_file": key_file, "engine_key_file": engine_key_file, "model": model,
+        "host": host, "port": port, "processes": processes, "key_file": key_file, "engine_key_file": engine_key_file,
+        "model": model,
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
         "template_arguments": None if template_arguments is None else _json_object(template_arguments),
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_response_tokens": max_response_tokens,

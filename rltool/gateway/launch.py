@@ -66,7 +66,7 @@ def start_gateway(
     Raises UsageError for engines or a model that it cannot serve, ProcessFailed if it dies or is not ready in time.
     """
     if config.processes > 1 and sys.platform != "linux":
-        raise UsageError(f"--processes {config.processes}: only Linux deals connections out among processes of one port")
+        raise UsageError(f"--processes {config.processes}: only Linux deals out connections of one port to several")
     engines = [
         engine if engine.key_file else engine.model_copy(update={"key_file": config.engine_key_file})
         for engine in plan.engines

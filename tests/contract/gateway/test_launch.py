@@ -149,7 +149,6 @@ def test_processes_share_sessions_and_one_that_is_killed_loses_none(run, engine,
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda url: ask(url, session, messages), [one, two] * 8))
         assert record_of(one, session) == record_of(two, session)
-        [*_, last] = record_of(one, session)["turns"]
         assert len(record_of(two, session)["turns"]) == 20
         sampled = sum(sum(trajectory["loss_mask"]) for trajectory in record_of(two, session)["trajectories"])
         assert sampled == 20 * len(words.spell("fine"))
