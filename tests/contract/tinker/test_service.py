@@ -4,33 +4,48 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
+import rltool.tinker.journal as journal_module
+import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
 from rltool.cli import main
 from rltool.commands.tables import served_line
+from rltool.config.serve_trainer import ServeTrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.engines.run_client import SERVED_ROLE
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
-from rltool.tinker.journal import Journal
+from rltool.tinker.full_weights import PublishedWeights
+from rltool.tinker.journal import Journal, Lines
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import SampleRequest
+from rltool.tinker.sampling import SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
-from rltool.tinker.wire import SampleOutput
+from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
+from rltool.training.checks.preflight import EnginesAway
+from rltool.training.served import StepOutput
+from rltool.training.stopping import StopSignal
 from tests.contract.tinker.plain_trainer import PlainTrainer
-from tests.contract.tinker.protos import forward_proto
+from tests.contract.tinker.protos import field, forward_proto
+from tests.e2e.engines import clients_python
 
 
 class Endless:
@@ -38,7 +53,7 @@ class Endless:
 
     max_model_len = 8
 
-    async def sample(self, asked: SampleRequest, adapter: Path | None) -> SampleOutput:
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -57,33 +72,47 @@ async def forward(service: Service, client: str, model: str, seq: int, *, seed: 
     return await service.on_model(client, "forward_backward", model, seq, {"proto": base64.b64encode(proto).decode()})
 
 
-async def life(service: Service, session: str) -> list[Any]:
-    """A client's whole loop, each call again from the first: those that were acknowledged are known."""
+async def life(service: Service, session: str, known: dict[int, Any]) -> list[Any]:
+    """A client's whole loop. known: results by the place of their call, which grow; such calls are not made again, all
+    others are, from the first: those that were acknowledged are known to the service."""
     model = f"{session}:train:0"
-    calls = [await service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "base"})]
+    made: list[Any] = []
+
+    async def call(make: Callable[[], Awaitable[Any]]) -> None:
+        made.append(None if len(made) in known else await make())
+
+    async def fetch() -> None:
+        for place, each in enumerate(made):
+            if place not in known:
+                known[place] = await service.result("a", each.number, 5)
+
+    of_model = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+    await call(lambda: service.create_model("a", of_model))
     seq = 0
     for step in range(2):
         for each in range(2):
             seq += 1
-            calls.append(await forward(service, "a", model, seq, seed=each + step))
+            await call(partial(forward, service, "a", model, seq, seed=each + step))
         seq += 1
-        adam = {"learning_rate": 0.1}
-        calls.append(await service.optim_step("a", {"model_id": model, "seq_id": seq, "adam_params": adam}))
+        adam = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}
+        await call(partial(service.optim_step, "a", adam))
         seq += 1
-        calls.append(await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
-        [await service.result("a", call.number, 5) for call in calls]
+        await call(partial(service.save_weights, "a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
+        await fetch()
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
-    calls.append(await service.load_weights("a", body))
+    await call(lambda: service.load_weights("a", body))
     await service.delete_checkpoint("a", model, "s0")
-    calls += [await forward(service, "a", model, seq + each) for each in (2, 3, 4)]
-    return [await service.result("a", call.number, 5) for call in calls]
+    for each in (2, 3, 4):
+        await call(partial(forward, service, "a", model, seq + each))
+    await fetch()
+    return list(known.values())
 
 
-async def driven(service: Service, session: str | None) -> list[Any]:
+async def driven(service: Service, session: str | None, known: dict[int, Any]) -> list[Any]:
     running = asyncio.create_task(service.run())
-    living = asyncio.create_task(life(service, session or await service.open_session("a")))
+    living = asyncio.create_task(life(service, session or await service.open_session("a"), known))
     done, _ = await asyncio.wait({running, living}, return_when=asyncio.FIRST_COMPLETED)
-    calls = service._journal.calls
+    calls = list(service._journal.calls.values())
     if living in done and living.exception() is None:  # what was acknowledged long ago is carried out again
         while service._done.get(calls[-1].model, -1) < calls[-1].number and not running.done():
             await asyncio.sleep(0.001)
@@ -101,8 +130,9 @@ async def driven(service: Service, session: str | None) -> list[Any]:
 
 
 @contextmanager
-def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The process dies at the count-th time that it writes something: before it, or after it, in turns."""
+def killed_at(count: int, monkeypatch: pytest.MonkeyPatch, *, compacting: bool) -> Iterator[list[int]]:
+    """The process dies at the count-th time that it writes something: before it, or after it, in turns. compacting: of
+    what a compaction writes."""
     seen = [0]
 
     def dying(original: Any) -> Any:
@@ -117,19 +147,21 @@ def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
         return call
 
     with monkeypatch.context() as patch:
-        for place, name in (
+        places = (
             (Journal, "accept"), (Journal, "finish"), (service_module, "write_json_atomic"),
-            (PlainTrainer, "snapshot"), (PlainTrainer, "save"), (service_module.shutil, "rmtree"),
-        ):  # fmt: skip
+            (PlainTrainer, "snapshot"), (PlainTrainer, "save"), (service_module.shutil, "rmtree"), (Journal, "compact"),
+        )  # fmt: skip
+        steps = ((Lines, "replace"), (journal_module, "sync_directory"), (os, "replace"), (Service, "_forget"))
+        for place, name in steps if compacting else places:
             patch.setattr(place, name, dying(getattr(place, name)))
         yield seen
 
 
-async def attempt(directory: Path) -> tuple[list[Any], PlainTrainer]:
+async def attempt(directory: Path, known: dict[int, Any] | None = None) -> tuple[list[Any], PlainTrainer]:
     service, trainer = make(directory)
     try:
         session = next(iter(service._sessions), None)
-        return await driven(service, session), trainer
+        return await driven(service, session, {} if known is None else known), trainer
     finally:
         service.close()
 
@@ -139,27 +171,83 @@ def without_session(found: object, directory: Path) -> str:
     return str(found).replace(session, "SESSION")
 
 
-def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(tmp_path, monkeypatch):
+@pytest.mark.parametrize("forgets", [False, True])
+def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(tmp_path, monkeypatch, forgets):
+    """forgets: results that were fetched go with the next snapshot, and the client does not ask for them again."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # of no matter to a kill, and what takes the time here
+    if forgets:
+        monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
     expected, trainer = asyncio.run(attempt(tmp_path / "whole"))
     assert not any("error" in each for each in expected)
     want = without_session(expected, tmp_path / "whole")
     [saved] = (tmp_path / "whole" / "checkpoints").iterdir()
     assert {each.name for each in saved.iterdir()} == {"s1"}
     count = 0
-    for count in range(300):
-        directory = tmp_path / str(count)
-        with killed_at(count, monkeypatch):
+    for count in range(900):
+        directory, known = tmp_path / str(count), dict[int, Any]()
+        with killed_at(count, monkeypatch, compacting=forgets):
             try:
-                asyncio.run(attempt(directory))
+                asyncio.run(attempt(directory, known))
             except Killed:
                 pass
             else:
                 break  # it came to its end: there is no later point
-        found, again = asyncio.run(attempt(directory))
+        for name in ("calls", "results"):  # as a kill in the middle of its writing leaves it
+            (directory / f"{name}.jsonl.new").write_bytes(b'{"number":0,"cl')
+        found, again = asyncio.run(attempt(directory, known if forgets else None))
         assert without_session(found, directory) == want, f"killed at {count}"
         [one], [other] = trainer.models.values(), again.models.values()
         assert all(torch.equal(one[name], other[name]) for name in one), f"killed at {count}"
-    assert 40 < count < 299
+        shutil.rmtree(directory)
+    assert 40 < count < 899
+
+
+def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
+    monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 5)
+
+    async def steps(service: Service, model: str, begin: int, end: int) -> None:
+        for seq in range(begin, end, 2):
+            await forward(service, "a", model, seq)
+            call = await service.optim_step("a", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})
+            for each in (call.number - 1, call.number):
+                assert await service.result("a", each, 5)
+            body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": seq, "base_model": "base"}
+            await service.open_sampler("a", body)
+
+    async def stopped(service: Service, running: asyncio.Task[None]) -> int:
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        return sum((tmp_path / name).stat().st_size for name in ("calls.jsonl", "results.jsonl"))
+
+    async def case() -> None:
+        service, trainer = make(tmp_path)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        unasked, early = await forward(service, "a", model, 1), await forward(service, "a", model, 2)
+        await steps(service, model, 3, 31)
+        assert await service.result("a", early.number, 5)
+        sizes = [await stopped(service, running)]
+        for begin in (31, 131):
+            before = trainer.models[model]["weights"]
+            service, trainer = make(tmp_path)
+            assert service.models_of("a") == [model]
+            running = asyncio.create_task(service.run())
+            with pytest.raises(UsageError, match="is too old"):
+                await forward(service, "a", model, 5)
+            with pytest.raises(Refused, match="fetched long ago"):
+                await service.result("a", unasked.number + 4, 5)
+            if begin == 31:  # nobody has fetched it until now
+                assert await forward(service, "a", model, 1) == replace(unasked, body={})
+                assert "proto" in (await service.result("a", unasked.number, 0) or {})
+            await steps(service, model, begin, begin + 100)
+            assert not torch.equal(trainer.models[model]["weights"], before)
+            sizes.append(await stopped(service, running))
+        assert len(trainer.models) == 1 and max(sizes) < 9000, sizes
+        assert abs(sizes[2] - sizes[1]) < 1500, sizes
+
+    asyncio.run(case())
 
 
 def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path):
@@ -196,6 +284,24 @@ def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, mon
     assert len(Journal(tmp_path).calls) == 1
 
 
+def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
+    found = iter([EnginesAway("one"), EnginesAway("one"), "fleet"])
+
+    def probed(_: object) -> object:
+        each = next(found)
+        if isinstance(each, Exception):
+            raise each
+        return each
+
+    monkeypatch.setattr(main_module, "probed", probed)
+    monkeypatch.setattr(main_module, "AWAY_SECONDS", 0.0)
+    stop, config = StopSignal(lambda _: None), TrainConfig.model_construct()
+    assert main_module._engines(config, ServeTrainerConfig(), stop) == "fleet"
+    found = iter([EnginesAway("one"), EnginesAway("one")])
+    with pytest.raises(EnginesAway):
+        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop)
+
+
 async def model_of(service: Service, client: str) -> str:
     session = await service.open_session(client)
     call = await service.create_model(client, {"session_id": session, "model_seq_id": 0, "base_model": "base"})
@@ -210,8 +316,57 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
         assert first == again
         with pytest.raises(UsageError, match="a seq_id is used once"):
             await forward(service, "a", model, 1, seed=1)
+        made = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "base"}
+        model = (await service.create_model("a", made | {"lora_config": {"rank": 1}})).model
+        saves = [{"model_id": model, "seq_id": 1, "sampling_session_seq_id": number} for number in (4, 5)]
+        first, again = [await service.save_weights_for_sampler("a", each) for each in saves]  # as the client repeats it
+        assert first == again and first.body["sampling_session"].endswith(":sample:4")
+        with pytest.raises(UsageError, match="a seq_id is used once"):
+            await service.save_weights_for_sampler("a", saves[0] | {"kind": "inflight"})
 
     asyncio.run(case())
+
+
+def test_two_calls_of_one_number_at_once_are_one_and_a_refusal_and_a_call_without_a_number_is_refused(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        step = {"model_id": model, "seq_id": 7, "adam_params": {}}
+        calls = forward(service, "a", model, 7), service.optim_step("a", step)
+        both = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(type(each).__name__ for each in both) == ["Call", "UsageError"]
+        with pytest.raises(UsageError, match="seq_id is None, expected an integer: it makes a repetition known"):
+            await service.optim_step("a", {"model_id": model, "adam_params": {}})
+
+    asyncio.run(case())
+
+
+def test_an_unloaded_model_leaves_the_others_as_they_are_and_zero_weights_change_nothing(tmp_path):
+    async def case(unloads: bool) -> torch.Tensor:
+        service, trainer = make(tmp_path / str(unloads))
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "base_model": "base"}
+        names = [f"{session}:train:{i}" for i in range(2)]
+        for i in range(2):
+            await service.create_model("a", body | {"model_seq_id": i, "lora_config": {"rank": 1, "seed": i}})
+        for seq, weight in enumerate((1.0, 0.0), 1):
+            for name in names[: 2 if unloads else 1]:
+                weights = {"weights": [weight] * 3} if unloads or weight else {}
+                proto = forward_proto(name, seq, tokens=[1, 2, 3], targets=[2, 3, 5], **weights)
+                if weights:
+                    kept = {"proto": base64.b64encode(proto).decode()}
+                    await service.on_model("a", "forward_backward", name, seq, kept)
+        if unloads:
+            await service.unload_model("a", {"model_id": names[1]})
+        call = await service.optim_step("a", {"model_id": names[0], "seq_id": 3, "adam_params": {"learning_rate": 0.1}})
+        assert "metrics" in (await service.result("a", call.number, 5) or {})
+        running.cancel()
+        await asyncio.wait({running})
+        assert set(trainer.models) == {names[0], *([] if unloads else names[1:])}
+        return trainer.models[names[0]]["weights"]
+
+    assert torch.equal(asyncio.run(case(True)), asyncio.run(case(False)))
 
 
 def test_clients_take_turns_and_each_models_calls_keep_their_order(tmp_path, monkeypatch):
@@ -478,19 +633,37 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
     asyncio.run(scenario())
 
 
+def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
+    service, _ = make(tmp_path, body_bytes=2000)
+    server = TinkerServer(service, {"a": "tml-a"})
+
+    async def scenario() -> None:
+        async with TestClient(TestServer(server.app())) as http:
+            model = await model_of(service, "a")
+            proto = forward_proto(model, 1, tokens=[1] * 200, targets=[2] * 200)
+            for kind, body in (("x-protobuf", proto), ("json", b'"' + b"x" * 2000 + b'"')):
+                head = {"X-API-Key": "tml-a", "Content-Type": f"application/{kind}"}
+                route = "forward_backward" if kind == "x-protobuf" else "optim_step"
+                async with http.post(PREFIX + route, data=body, headers=head) as reply:
+                    assert reply.status == 413 and "more than 2000 bytes" in (await reply.json())["error"]
+
+    asyncio.run(scenario())
+
+
 def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
-    service, _ = make(tmp_path)
+    monkeypatch.setattr(journal_module, "TALLY_SECONDS", 0.0)
+    lab = open_run("lab", create=True)
+    service, _ = make(lab.path / "served")
     samples = Samples(Endless(), vocab_size=10, most=1)
     server = TinkerServer(service, {"a": "tml-a"}, samples=samples, watched_by=("lab", "the-run"))
 
-    lab = open_run("lab", create=True)
     lab.key_file.write_text("the-run")
 
-    def top() -> None:
+    def say(*words: str) -> None:
         with pytest.raises(SystemExit) as ended:
-            main(["top", "--once"])
+            main([*words])
         assert ended.value.code == 0
 
     async def scenario() -> tuple[Any, str]:
@@ -509,6 +682,10 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
             await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "s"})
             call = await service.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
             assert "error" in (await service.result("a", call.number, 5) or {})
+            wrong, own = {"model_id": "other", "seq_id": 1}, {"X-API-Key": "tml-a"}
+            async with http.post(PREFIX + "optim_step", json=wrong, headers=own) as reply:
+                assert reply.status == 404
+            await asyncio.to_thread(say, "report", "lab")
             for key in ("Bearer tml-a", ""):
                 assert (await http.get("/status", headers={"Authorization": key})).status == 401
             run = {"Authorization": "Bearer the-run"}
@@ -516,16 +693,19 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
                 status = await reply.json()
             async with http.get("/metrics", headers=run) as reply:
                 metrics = await reply.text()
-            await asyncio.to_thread(top)
+            await asyncio.to_thread(say, "top", "--once")
         running.cancel()
         await asyncio.wait({running})
         return status, metrics
 
     status, metrics = asyncio.run(scenario())
+    page = (lab.path / "report.html").read_text()
+    assert "there is no model &#x27;other&#x27;" in page and "beta3 is not supported" in page
     kinds = {kind: (counts["calls"], counts["failed"], counts["tokens"]) for kind, counts in status["calls"].items()}
     assert kinds == {
         "create_model": (1, 0, 0), "forward_backward": (1, 0, 3), "save_weights": (1, 0, 0), "optim_step": (1, 1, 0),
     }  # fmt: skip
+    assert status["refused"] == {"a": 1} and 'rltool_served_refused_total{run="lab",client="a"} 1' in metrics
     assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
     assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
@@ -538,11 +718,212 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert shown["a"] == ["1", "0", "0"] and ["served trainer lab: waits for calls"] in rows
 
 
+def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
+    service, trainer = make(tmp_path, models=1)
+    server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        model = (await service.create_model("a", body)).model
+        await forward(service, "a", model, 1)
+        await save(service, model, 2, "kept")
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
+                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
+                    return reply.status, await reply.json()
+
+            assert (await ask("GET", "sessions")) == (200, {"sessions": [session]})
+            assert (await ask("GET", f"sessions/{session}"))[1] == {"training_run_ids": [model], "sampler_ids": []}
+            assert (await ask("POST", f"sessions/{session}/finish", {}, "tml-b"))[0] == 404
+            for reason in ("success", "interrupted"):  # again, as where an answer was lost
+                finish = {"reason": {"type": reason}, "detail": None}
+                assert (await ask("POST", f"sessions/{session}/finish", finish))[0] == 200
+            promised = (await ask("POST", "unload_model", {"model_id": model}))[1]  # a repetition too
+            assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
+        assert not trainer.models and service.models() == {}
+        for refused in (service.create_model("a", body | {"model_seq_id": 1}), service.open_sampler("a", body)):
+            with pytest.raises(UsageError, match="is finished|not supported"):
+                await refused
+        with pytest.raises(UsageError, match="is unloaded; make another"):
+            await forward(service, "a", model, 3)
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        again, trainer_again = make(tmp_path, models=1)
+        running = asyncio.create_task(again.run())
+        body = {"session_id": await again.open_session("a"), "model_seq_id": 0, "optimizer": True}
+        made = await again.load_weights("a", body | {"path": f"tinker://{model}/weights/kept"})
+        assert (await again.result("a", made.number, 5) or {})["type"] == "load_weights"
+        assert list(trainer_again.models) == [made.model]
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("most", "rank", "message"),
+    [
+        (8, 0, "takes adapters up to rank 8, and one that is started with --lora-rank 0 trains all weights"),
+        (8, 9, "takes adapters up to rank 8"), (0, 4, "trains all weights: ask for rank 0"), (8, -1, "at least 0"),
+    ],
+)  # fmt: skip
+def test_ranks_that_the_server_does_not_train_are_refused_and_another_kind_of_model_at_its_start(
+    tmp_path, most, rank, message
+):
+    async def case() -> None:
+        service, _ = make(tmp_path, rank=most)
+        session = await service.open_session("a")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        with pytest.raises(UsageError, match=message):
+            await service.create_model("a", body | {"lora_config": {"rank": rank}})
+        await service.create_model("a", body | {"lora_config": {"rank": most}})
+        service.close()
+
+    asyncio.run(case())
+    what = "an adapter" if most else "all weights"
+    with pytest.raises(UsageError, match=f"trains {what}, and --lora-rank is"):
+        make(tmp_path, rank=0 if most else 8)
+
+
+class Engines:
+    """In place of PolicyEngines: what they hold is what the trainer holds when they are sent it."""
+
+    def __init__(self, trainer: PlainTrainer, fresh: torch.Tensor) -> None:
+        self.trainer, self.now = trainer, fresh
+        self.sent, self.fails, self.weights, self.engines, self.fleet = [], 0, self, self, self
+        self.policy, self.probe_seconds, self.guard = self, 0.001, self
+
+    async def attempt(self, step: int) -> Any:
+        if self.fails:
+            self.fails -= 1
+            return None
+        weights = self.trainer.held if self.trainer.held is not None else self.now
+        await asyncio.sleep(0)
+        self.sent.append((step, float(weights[0, 0])))
+        return SimpleNamespace(line=lambda: "sent")
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    async def leave(self) -> dict[str, str]:
+        return {}
+
+    def log(self, line: str) -> None: ...
+    def check(self) -> None: ...
+    def members(self, *_: Any) -> tuple[Any, ...]:
+        return ()
+
+
+def test_requests_of_different_weights_take_turns_at_the_engines_and_none_runs_beside_another(tmp_path):
+    async def case() -> None:
+        service, trainer = make(tmp_path / "served")
+        running = asyncio.create_task(service.run())
+        paths = [tmp_path / name for name in ("base", "one", "two")]
+        for number, path in enumerate(paths):
+            path.mkdir()
+            torch.save({"weights": torch.full((1, 1), float(number))}, path / "state.pt")
+        engines = Engines(trainer, torch.full((1, 1), 9.0))
+        held = PublishedWeights(engines, trainer, service, paths[0])
+        inside: list[int] = []
+        most: list[int] = []
+
+        async def request(number: int) -> None:
+            async with held.using(paths[number] if number else None):
+                inside.append(number)
+                assert set(inside) == {number}, "of one version at a time"
+                assert engines.sent[-1][1] == number and trainer.held is None
+                most.append(len(inside))
+                await asyncio.sleep(0.002)
+                inside.remove(number)
+
+        await asyncio.gather(*(request(number) for number in (0, 1, 0, 2, 1, 0, 2, 2)))
+        assert [number for _, number in engines.sent] == [0, 1, 2] and max(most) == 3
+        assert [step for step, _ in engines.sent] == [1, 2, 3]
+        engines.fails = 2  # none takes them; the same version is tried again
+        await request(1)
+        assert engines.sent[3:] == [(4, 1.0)]
+        cancelled = asyncio.create_task(request(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        await request(1)
+        with pytest.raises(UsageError, match="are kept no more"):
+            async with held.using(tmp_path / "none"):
+                pass
+        service.fresh = paths[2]
+        async with held.using(paths[2]):
+            assert engines.sent[-1][1] == 9.0, "the ranks' own, where they are those that were saved"
+        await held.close()
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(case())
+
+
+def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
+    theirs = set(of_the_client("routes"))
+    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+ \S+)`", page, re.MULTILINE)
+    ours = [re.sub("{[^}]*}", "{}", row.replace("/weights/{name}", "/{name}")) for row in rows]
+    assert len(ours) == len(set(ours)), "a route is in one of the tables, once"
+    assert set(ours) - theirs == {"POST unload_model"}, "the client still has the types of its answer"
+    assert theirs <= set(ours)
+
+
+def of_the_client(*arguments: str) -> Any:
+    command = [str(clients_python()), str(Path(__file__).with_name("client_package.py")), *arguments]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_the_released_client_reads_what_is_encoded_here_and_what_it_encodes_is_read(tmp_path):
+    sequences = (SampledTokens((1, 2, 3), (-0.5, -1.25, -2.0), "stop"), SampledTokens((7,), (-0.125,), "length"))
+    prompt, nan = np.array([np.nan, -0.25], np.float32), float("nan")
+    ids, logprobs = np.array([[-1, -1], [11, 12], [13, -1]]), np.array([[nan, nan], [-0.5, -1.0], [-0.25, nan]])
+    table = Topk(ids, np.where(ids < 0, -np.inf, logprobs))
+    none = Topk(ids[:1], np.full((1, 2), -np.inf))
+    written = {
+        "samples-plain": SampleOutput(sequences), "samples-prompt": SampleOutput(sequences[:1], prompt),
+        "samples-topk": SampleOutput(sequences[:1], prompt, table), "samples-none": SampleOutput((), prompt[:1], none),
+    }  # fmt: skip
+    for name, output in written.items():
+        (tmp_path / name).write_bytes(encode_samples(output))
+    rows = tuple(np.array(each, np.float32) for each in ([-0.5, -0.25, -1.0], [-2.0]))
+    output = StepOutput(rows, tuple(-each for each in rows), {"loss_sum": 3.75, "num_tokens": 4.0})
+    (tmp_path / "output").write_bytes(encode_output(output))
+    read = of_the_client("wire", str(tmp_path))
+    assert read["samples-plain"] == {
+        "sequences": [[[1, 2, 3], [-0.5, -1.25, -2.0], "stop"], [[7], [-0.125], "length"]], "prompt": None,
+        "topk": None,
+    }  # fmt: skip
+    assert read["samples-prompt"]["prompt"] == [None, -0.25] and read["samples-prompt"]["topk"] is None
+    assert read["samples-topk"]["topk"] == [None, [[11, -0.5], [12, -1.0]], [[13, -0.25]]]
+    assert read["samples-none"] == {"sequences": [], "prompt": [None], "topk": [None]}
+    shown, metrics = read["output"]
+    assert [each["logprobs"] for each in shown] == [[-0.5, -0.25, -1.0], [-2.0]]
+    assert shown[1]["elementwise_loss"] == [2.0] and metrics["loss:sum"] == 3.75
+    request = decode_forward((tmp_path / "request").read_bytes())
+    assert (request.model, request.seq, request.loss, request.backward) == ("m", 7, "ppo", True)
+    [datum] = request.data
+    assert datum.tokens.tolist() == [1, 2, 3] and datum.targets.tolist() == [2, 3, 4]
+    assert datum.inputs["weights"].tolist() == [1.0, 0.5, 0.0] and request.settings == {"clip_low_threshold": 0.5}
+    with pytest.raises(UsageError, match="is not a ForwardBackwardRequest"):
+        decode_forward(b"\xff\xfe no message")
+    picture = field(3, field(1, field(2, b"png")))  # a chunk that is no text
+    with pytest.raises(UsageError, match="datum 0: model_input has a picture or sound"):
+        decode_forward(field(1, b"m") + picture)
+    for chunk in ({"type": "image", "data": "", "format": "png"}, {"type": "encoded_text"}):
+        with pytest.raises(UsageError, match="prompt has a picture or sound"):
+            parse_sample({"prompt": {"chunks": [chunk]}}, vocab_size=16, max_model_len=8)
+
+
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):
     service, _ = make(tmp_path)
     samples = Samples(Endless(), vocab_size=10, most=1)
     app = TinkerServer(service, {"a": "tml-a"}, samples=samples).app()
     routes = {f"{route.method} {route.resource.canonical}" for route in app.router.routes() if route.method != "HEAD"}
-    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text().partition("Answered with 404")[0]
     table = {f"{method} {PREFIX}{path}" for method, path in re.findall(r"^\| `([A-Z]+) (\S+)`", page, re.MULTILINE)}
     assert routes - {"GET /health", "* /{path}"} == table
