@@ -32,6 +32,9 @@ def gateway(
     ] = False,
     host: Annotated[str | None, typer.Option(help="Address to listen on (default: 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on (default: a free one).")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Processes behind that port, which share sessions (default: 1).")
+    ] = None,
     key_file: Annotated[
         Path | None, typer.Option(help="File with the key that opens sessions (default: one that is made).")
     ] = None,
@@ -83,7 +86,8 @@ def gateway(
 ) -> None:
     """Start a gateway: agents use OpenAI's or Anthropic's API, and it records each session's exact tokens."""
     given = {
-        "host": host, "port": port, "key_file": key_file, "engine_key_file": engine_key_file, "model": model,
+        "host": host, "port": port, "processes": processes, "key_file": key_file, "engine_key_file": engine_key_file,
+        "model": model,
         "aliases": tuple(aliases) if aliases else None, "max_model_len": max_model_len, "tool_parser": tool_parser,
         "template_arguments": None if template_arguments is None else _json_object(template_arguments),
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_response_tokens": max_response_tokens,

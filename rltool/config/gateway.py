@@ -19,6 +19,9 @@ class GatewayConfig(Config):
     """Address to listen on; agents on other hosts need another one than loopback."""
     port: int = Field(default=0, ge=0, le=65535)
     """0 picks a free port. Agents find a gateway that was started again only where it has the same port."""
+    processes: int = Field(default=1, ge=1, le=64)
+    """Processes behind the one address, which share sessions through the run's directory; max_sessions and
+    max_turns_at_once are of each. One alone has the queue of remote agents."""
     key_file: Path | None = None
     """File with the key that opens sessions; default: state/gateway.key of the run, which is made. Each session has a
     key of its own."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rltool.config.gateway import GatewayConfig
@@ -64,6 +65,8 @@ def start_gateway(
 
     Raises UsageError for engines or a model that it cannot serve, ProcessFailed if it dies or is not ready in time.
     """
+    if config.processes > 1 and sys.platform != "linux":
+        raise UsageError(f"--processes {config.processes}: only Linux deals out connections of one port to several")
     engines = [
         engine if engine.key_file else engine.model_copy(update={"key_file": config.engine_key_file})
         for engine in plan.engines
@@ -86,18 +89,23 @@ def start_gateway(
         # -P: it runs in the user's directory, whose modules it must not pick up.
         argv = (sys.executable, "-P", "-m", "rltool.gateway.main", "--config", own, "--parts", parts.model_dump_json())
         reserved.release()
-        spec = ProcessSpec(role=ROLE, argv=argv, url=url)
-        process = group.start(spec)
-    with waiting(f"starting the gateway (--ready-timeout = {config.ready_timeout:g} s)", report):
-        asyncio.run(wait_until_ready(process, lambda: _serves(url), timeout=config.ready_timeout))
     relaunch = GatewayRelaunch(group, RestartPolicy(config.max_restarts))
-    relaunch.watch(process, spec)
+    specs = [
+        ProcessSpec(role=ROLE if number == 0 else f"{ROLE}-{number}", argv=argv, url=url)
+        for number in range(config.processes)
+    ]
+    processes = [group.start(spec) for spec in specs]
+    with waiting(f"starting the gateway (--ready-timeout = {config.ready_timeout:g} s)", report):
+        for process, spec in zip(processes, specs, strict=True):
+            listens = partial(_serves, url, process, f"serving on {config.host}:{port}")
+            asyncio.run(wait_until_ready(process, listens, timeout=config.ready_timeout))
+            relaunch.watch(process, spec)
     group.restarts.append(relaunch)
     return url, parts
 
 
 class GatewayRelaunch(Relaunch[ProcessSpec]):
-    """`Restarts` of the gateway: its sessions lie on disk, and its port stays."""
+    """`Restarts` of the gateway's processes: their sessions lie on disk, and their port stays."""
 
     vital = True
 
@@ -108,7 +116,10 @@ class GatewayRelaunch(Relaunch[ProcessSpec]):
         return started
 
 
-async def _serves(url: str) -> None:
+async def _serves(url: str, process: RunningProcess, says: str) -> None:
+    """Each of several processes by its log: at their address any of them answers."""
+    if says not in process.log.read_text(errors="replace"):
+        raise NotReady(f"{process.role} does not listen yet")
     try:
         await asyncio.to_thread(send, url, HttpRequest("GET", "/health"), timeout=_CALL_SECONDS)
     except EngineError as error:

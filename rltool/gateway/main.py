@@ -70,9 +70,10 @@ async def gateway(
 
 @asynccontextmanager
 async def served(
-    app: web.Application, host: str, port: int, *, shutdown_seconds: float = SHUTDOWN_SECONDS
+    app: web.Application, host: str, port: int, *, shared: bool = False, shutdown_seconds: float = SHUTDOWN_SECONDS
 ) -> AsyncIterator[int]:
-    """The application at its address, while the block runs; the port, where 0 was asked for."""
+    """The application at its address, while the block runs; the port, where 0 was asked for. shared: as of
+    connections.listen."""
     runner = web.AppRunner(
         app, access_log=None, shutdown_timeout=shutdown_seconds, keepalive_timeout=connections.IDLE_SECONDS,
         handler_cancellation=True,  # a turn ends with its client
@@ -80,7 +81,7 @@ async def served(
     await runner.setup()
     assert runner.server is not None, "setup makes it"
     try:
-        listening = await connections.listen(runner.server, host, port)
+        listening = await connections.listen(runner.server, host, port, shared=shared)
         try:
             yield listening.sockets[0].getsockname()[1]
         finally:
@@ -119,7 +120,7 @@ async def serve(config: GatewayConfig, parts: Parts) -> None:
     """Until it is cancelled."""
     views = views_on_stdin() if parts.follows else None
     background = Background()
-    async with gateway(config, parts, views) as app, served(app, config.host, config.port):
+    async with gateway(config, parts, views) as app, served(app, config.host, config.port, shared=config.processes > 1):
         look_at_new_objects_alone()
         background.repeat(_collect_all, "a full garbage collection", seconds=COLLECT_SECONDS)
         write_line(f"serving on {config.host}:{config.port}")

@@ -1,4 +1,7 @@
-"""The sessions of a gateway: opened, found, ended, and taken up again after a restart."""
+"""The sessions of a gateway: opened, found, ended, and taken up again after a restart.
+
+Several processes may serve those of one directory; what one has recorded the others read before they use the session.
+"""
 
 from __future__ import annotations
 
@@ -61,20 +64,20 @@ class Sessions:
         return session, key
 
     def find(self, session_id: str) -> Session:
-        """An open session. Raises NotFound, with a message of its own for one that has ended."""
-        session = self._living.get(session_id)
-        if session is None:
-            session = self.look(session_id)
-            if session.ended is not None:
-                raise NotFound(f"session {session_id} has ended: {session.ended}")
-            self._asleep.pop(session_id, None)
-            self._living[session_id] = session
+        """An open session, with all that was recorded of it. Raises NotFound, with a message of its own for one that
+        has ended."""
+        session = self.look(session_id)
+        if session.ended is not None:
+            raise NotFound(f"session {session_id} has ended: {session.ended}")
+        self._asleep.pop(session_id, None)
+        self._living[session_id] = session
         return session
 
     def look(self, session_id: str) -> Session:
         """A session, open or ended; an ended one is read from disk each time. Raises NotFound."""
         living = self._living.get(session_id)
         if living is not None:
+            self._refresh(living)
             return living
         session = self._store.load(session_id) if SESSION_ID.fullmatch(session_id) else None
         if session is None:
@@ -82,16 +85,32 @@ class Sessions:
         return session
 
     def touch(self, session: Session) -> None:
-        session.last_used = self._clock()
+        """It is in use; other processes are told where its file would let it seem idle."""
+        now = self._clock()
+        if now - session.last_used > self._idle / 3:
+            self._store.touch(session)
+        session.last_used = now
 
     def end(self, session: Session, reason: str) -> None:
         """Its record stays on disk."""
-        self._store.ended(session.id, reason, self._clock())
-        session.ended = reason
+        with self._store.writing(session) as file:
+            if session.ended is None:
+                file.ended(reason, self._clock())
+                session.ended = reason
+                self.counts["ended"] += 1
+        self._forget(session)
+
+    def _forget(self, session: Session) -> None:
         self._living.pop(session.id, None)
         self._asleep.pop(session.id, None)
         self._on_end(session.id)
-        self.counts["ended"] += 1
+
+    def _refresh(self, session: Session) -> bool:
+        """Whether another process has used it since."""
+        is_news = self._store.refresh(session)
+        if session.ended is not None:
+            self._forget(session)
+        return is_news
 
     def remove_ended(self, keep: float) -> int:
         """Remove the files of sessions that ended that many seconds ago; how many. Safe in any thread."""
@@ -101,16 +120,28 @@ class Sessions:
         """End sessions unused for the idle time-out; how many. One that cannot be ended, such as one
         whose file is damaged, holds up no other: RltoolError names all such, at the end."""
         oldest = self._clock() - self._idle
+        for session in self._living.values():
+            if session.in_progress:
+                self.touch(session)
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
         asleep = [name for name, written in self._asleep.items() if written < oldest]
         failed, ended = [], 0
         for late_one in (*late, *asleep):
             try:
                 if isinstance(late_one, str):
-                    del self._asleep[late_one]  # first: a damaged file must not come up each time
-                    late_one = self.find(late_one)
-                self.end(late_one, f"timed out after {self._idle:g} s without a turn")
-                ended += 1
+                    known = self._asleep.pop(late_one)  # first: a damaged file must not come up each time
+                    written = self._store.last_written(late_one)
+                    if written is None:  # another process has ended it, long ago
+                        continue
+                    if written != known:
+                        self._asleep[late_one] = written
+                        continue
+                    late_one = self.look(late_one)
+                elif self._refresh(late_one) and late_one.ended is None:
+                    late_one.last_used = self._clock()
+                if late_one.ended is None and late_one.last_used < oldest:
+                    self.end(late_one, f"timed out after {self._idle:g} s without a turn")
+                    ended += 1
             except (RltoolError, OSError) as error:
                 failed.append(str(error))
         self.counts["timed_out"] += ended

@@ -18,6 +18,7 @@ import asyncio
 import hmac
 import json
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -98,7 +99,8 @@ class GatewayServer:
                 app.router.add_post(f"{root}{path}", _in_form_of(api, self._turn_handler(api)))
         agents = AgentRoutes(self._queue, self._demand_gateway_key)
         for method, path, handler in agents.routes():
-            app.router.add_route(method, path, _in_form_of(ChatApi(), handler))
+            allowed = handler if self._config.processes == 1 else _no_queue
+            app.router.add_route(method, path, _in_form_of(ChatApi(), allowed))
         app.router.add_route("*", "/{path:.*}/messages/{rest:.*}", _in_form_of(AnthropicApi(), self._no_route))
         app.router.add_route("*", "/{path:.*}", _in_form_of(ChatApi(), self._no_route))
         app.cleanup_ctx.append(self._expiring)
@@ -117,6 +119,7 @@ class GatewayServer:
         return web.json_response(
             {
                 "model": turns.model.name,
+                "pid": os.getpid(),
                 "sessions_open": sessions.open,
                 "turns_in_progress": sessions.turns_in_progress,
                 "sessions": dict(sessions.counts),
@@ -191,9 +194,8 @@ class GatewayServer:
             raise BadRequest('a turn takes {"trained": true or false, "reward": number}, or one of them')
         if reward is not None and (isinstance(reward, bool) or not isinstance(reward, int | float)):
             raise BadRequest("reward must be a number", field="reward")
-        if session.ended is not None:
-            raise NotFound(f"session {session.id} has ended: {session.ended}")
-        session = self._sessions.find(session.id)
+        if session.ended is None:
+            session = self._sessions.find(session.id)
         left_out = None if trained is None else "" if trained else ASKED
         self._turns.mark(session, request.match_info["turn"], left_out=left_out, reward=reward)
         return web.json_response(None)
@@ -230,7 +232,8 @@ class GatewayServer:
         async def remove() -> None:
             await asyncio.to_thread(self._sessions.remove_ended, self._config.keep_sessions)
 
-        self._background.repeat(expire, "idle sessions", seconds=EXPIRE_SECONDS)
+        seconds = min(EXPIRE_SECONDS, self._config.idle_timeout / 3)
+        self._background.repeat(expire, "idle sessions", seconds=seconds)
         self._background.repeat(remove, "files of ended sessions", seconds=REMOVE_SECONDS)
         yield
         await self._background.close()
@@ -284,6 +287,14 @@ async def _whole(
     await response.prepare(request)
     await response.write_eof()
     return response
+
+
+async def _no_queue(request: web.Request) -> web.StreamResponse:
+    raise BadRequest(
+        "this gateway has several processes (--processes), and the queue of remote agents is in one: start one without "
+        "for them",
+        code="several_processes",
+    )
 
 
 async def _record(session: Session) -> web.Response:

@@ -27,7 +27,8 @@ messages again without the reply; the agent has said so."""
 class Session:
     """id: 32 hex digits. key_digest: sha256 of its key, in hex. in_progress: turns that are being generated.
     last_used: seconds of the registry's clock. left_out: turn -> why it is not trained; rewards: turn -> what the agent
-    paid for it; open_ends: turns that nothing has continued."""
+    paid for it; open_ends: turns that nothing has continued. file_bytes, file_time: how much of its file the session
+    holds, and when that was last written, in nanoseconds (store.py)."""
 
     id: str
     key_digest: str
@@ -42,6 +43,8 @@ class Session:
     in_progress: int = 0
     last_used: float = 0.0
     ended: str | None = None
+    file_bytes: int = 0
+    file_time: int = 0
 
     @property
     def tokens(self) -> int:

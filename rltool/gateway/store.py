@@ -5,16 +5,23 @@
     {"event": "mark", ...}       what became of a turn (Session.mark)
     {"event": "ended", ...}      its last line
 
-What a killed gateway has written stays; a line that it was writing is cut off when the session is opened again.
+Several processes may serve the sessions of one directory: each reads what the others have written before it uses a
+session, and writes while it has the file locked (flock). What a killed one has written stays; a line that it was
+writing is no part of the session, and the next one that writes cuts it off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import re
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +35,35 @@ _TAIL = 4096
 """Bytes from the end of a file in which its last line stands, if that is an `ended`."""
 
 
+@dataclass(frozen=True)
+class SessionFile:
+    """A session's file, open for writing, and locked. Its methods raise NotRecorded."""
+
+    path: Path
+    descriptor: int
+    session: Session
+
+    def turn(self, record: TurnRecord) -> None:
+        self.append({"event": "turn", **record.to_json()})
+
+    def mark(self, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
+        self.append({"event": "mark", "turn": turn, "left_out": left_out, "reward": reward})
+
+    def ended(self, reason: str, now: float) -> None:
+        self.append({"event": "ended", "reason": reason, "time": now})
+
+    def append(self, event: dict[str, Any]) -> None:
+        """All of a line or nothing of it: a file system that is full must not leave half a turn."""
+        data = (json.dumps(event, separators=(",", ":")) + "\n").encode()
+        session = self.session
+        with _recording(self.path):
+            if os.write(self.descriptor, data) != len(data):
+                os.ftruncate(self.descriptor, session.file_bytes)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            session.file_bytes += len(data)
+            session.file_time = os.fstat(self.descriptor).st_mtime_ns
+
+
 class SessionStore:
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -38,23 +74,58 @@ class SessionStore:
 
     def create(self, session: Session) -> None:
         about = {"id": session.id, "created": session.created, "metadata": dict(session.metadata)}
-        self._append(session.id, {"event": "session", **about, "key_digest": session.key_digest}, new=True)
+        with self._opened(session, os.O_CREAT | os.O_EXCL) as file:
+            file.append({"event": "session", **about, "key_digest": session.key_digest})
 
-    def turn(self, session_id: str, record: TurnRecord) -> None:
-        self._append(session_id, {"event": "turn", **record.to_json()})
+    @contextmanager
+    def writing(self, session: Session) -> Iterator[SessionFile]:
+        """The session's file, which no other process writes meanwhile; what they have written is in the session. Raises
+        NotRecorded, and RltoolError for a damaged file. No await within: a session is locked for microseconds."""
+        with self._opened(session) as file:
+            with _recording(file.path):
+                fcntl.flock(file.descriptor, fcntl.LOCK_EX)
+                size = os.fstat(file.descriptor).st_size
+            if size > session.file_bytes:
+                self._read_on(session, size)
+                with _recording(file.path):
+                    os.ftruncate(file.descriptor, session.file_bytes)  # of a line that a killed process was writing
+            yield file
 
-    def mark(self, session_id: str, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
-        self._append(session_id, {"event": "mark", "turn": turn, "left_out": left_out, "reward": reward})
+    def refresh(self, session: Session) -> bool:
+        """Take over what other processes have written since; whether they have, or have touched it. RltoolError for a
+        damaged file."""
+        try:
+            about = os.stat(self.path(session.id))
+        except FileNotFoundError:
+            return False
+        is_news = (about.st_size, about.st_mtime_ns) != (session.file_bytes, session.file_time)
+        if about.st_size > session.file_bytes:
+            self._read_on(session, about.st_size)
+        session.file_time = about.st_mtime_ns
+        return is_news
 
-    def ended(self, session_id: str, reason: str, time: float) -> None:
-        self._append(session_id, {"event": "ended", "reason": reason, "time": time})
+    def touch(self, session: Session) -> None:
+        """Tell other processes that the session is in use."""
+        now = time.time_ns()
+        with contextlib.suppress(OSError):
+            os.utime(self.path(session.id), ns=(now, now))
+            session.file_time = now
 
     def open_sessions(self) -> dict[str, float]:
         """Sessions that have not ended -> when their file was last written, in seconds since the epoch."""
         files = ((file, file.stem) for file in self.directory.glob("*.jsonl"))
-        return {
-            name: file.stat().st_mtime for file, name in files if SESSION_ID.fullmatch(name) and not _has_ended(file)
-        }
+        found: dict[str, float] = {}
+        for file, name in files:
+            with contextlib.suppress(FileNotFoundError):  # another process may have removed it
+                if SESSION_ID.fullmatch(name) and not _has_ended(file):
+                    found[name] = file.stat().st_mtime
+        return found
+
+    def last_written(self, session_id: str) -> float | None:
+        """Seconds since the epoch; None where there is no file."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.path(session_id).stat().st_mtime
+        return None
 
     def remove_ended(self, before: float) -> int:
         """Remove the files of sessions that ended before that time (seconds since the epoch); how many."""
@@ -70,52 +141,70 @@ class SessionStore:
         """The session in its file, ended or not; None where there is none. RltoolError for a damaged file."""
         file = self.path(session_id)
         try:
-            lines = _complete_lines(file)
-            session: Session | None = None
-            for line in lines:
-                event = json.loads(line)
-                match event.pop("event"):
-                    case "session":
-                        session = Session(**event, last_used=file.stat().st_mtime)
-                    case "turn":
-                        assert session is not None
-                        session.apply(TurnRecord.from_json(event))
-                    case "mark":
-                        assert session is not None
-                        session.mark(event["turn"], left_out=event["left_out"], reward=event["reward"])
-                    case "ended":
-                        assert session is not None
-                        session.ended = event["reason"]
+            with file.open("rb") as opened:
+                about = os.fstat(opened.fileno())
+                first = opened.readline()
         except FileNotFoundError:
             return None
-        except (ValueError, LookupError, TypeError, AssertionError) as error:
-            raise RltoolError(f"{file} is damaged and cannot be read as a session: {error!r}; move it away") from error
+        if not first.endswith(b"\n"):
+            return None
+        with _blaming(file):
+            event = json.loads(first)
+            if event.pop("event") != "session":
+                raise ValueError("its first line is no session's")
+            session = Session(**event, last_used=about.st_mtime)
+        session.file_bytes, session.file_time = len(first), about.st_mtime_ns
+        self._read_on(session, about.st_size)
         return session
 
-    def _append(self, session_id: str, event: dict[str, Any], *, new: bool = False) -> None:
-        """All of a line or nothing of it: a file system that is full must not leave half a turn."""
-        data = (json.dumps(event, separators=(",", ":")) + "\n").encode()
-        file = self.path(session_id)
+    def _read_on(self, session: Session, size: int) -> None:
+        """Every line that has an end, behind those that the session has, in the first `size` bytes."""
+        file = self.path(session.id)
+        with file.open("rb") as opened:
+            opened.seek(session.file_bytes)
+            data = opened.read(size - session.file_bytes)
+        end = data.rfind(b"\n") + 1
+        with _blaming(file):
+            _apply(session, data[:end].splitlines())
+        session.file_bytes += end
+
+    @contextmanager
+    def _opened(self, session: Session, flags: int = 0) -> Iterator[SessionFile]:
+        path = self.path(session.id)
+        with _recording(path):
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | flags, 0o600)
         try:
-            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
-            try:
-                before = os.fstat(descriptor).st_size
-                if os.write(descriptor, data) != len(data):
-                    os.ftruncate(descriptor, before)
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise NotRecorded(f"{file} cannot be written: {error.strerror or error}") from error
+            yield SessionFile(path, descriptor, session)
+        finally:
+            os.close(descriptor)  # and with it the lock
 
 
-def _complete_lines(file: Path) -> list[bytes]:
-    """Every line that has an end; what follows the last of them is removed from the file."""
-    data = file.read_bytes()
-    end = data.rfind(b"\n") + 1
-    if end < len(data):
-        os.truncate(file, end)
-    return data[:end].splitlines()
+def _apply(session: Session, lines: Iterable[bytes]) -> None:
+    for line in lines:
+        event = json.loads(line)
+        match event.pop("event"):
+            case "turn":
+                session.apply(TurnRecord.from_json(event))
+            case "mark":
+                session.mark(event["turn"], left_out=event["left_out"], reward=event["reward"])
+            case "ended":
+                session.ended = event["reason"]
+
+
+@contextmanager
+def _blaming(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AssertionError) as error:
+        raise RltoolError(f"{file} is damaged and cannot be read as a session: {error!r}; move it away") from error
+
+
+@contextmanager
+def _recording(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise NotRecorded(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 def _has_ended(file: Path) -> bool:

@@ -123,7 +123,7 @@ class Trajectory:
     def add_context(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.loss_mask.extend(bytes(len(token_ids)))
-        self.logprobs.extend([0.0] * len(token_ids))
+        self.logprobs.frombytes(bytes(len(token_ids) * self.logprobs.itemsize))
 
     def add_sampled(self, record: TurnRecord) -> None:
         shift = len(self.token_ids)

@@ -8,6 +8,7 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
@@ -104,12 +105,13 @@ class Turns:
             sample.prompt_ids = list(plan.prompt_ids)
             if live is not None:
                 live.open(self._opening(turn_id, asked, len(plan.prompt_ids), began), plan, self._rendering)
+            if session.turns and (last := session.turns[-1].engine):  # of another process, or before a restart
+                self._engines.plane.settle(session.id, last)
             await self._generate(session.id, sample, self._limited(plan, asked), trace, live)
             sampled, engine = sample, trace.engine
             said = await self._rendering.run(asked.prompt, lambda own: _read(own, sampled, plan, asked, turn_id))
-            record = self._record(session, _Sampled(api, turn_id, plan, sampled, engine, asked, said), began)
-            record = replace(record, not_followed=not_followed, left_out=left_out)
-            self._keep(session, record)
+            turn = _Sampled(api, turn_id, plan, sampled, engine, asked, said)
+            record = self._keep(session, turn, began, not_followed, left_out=left_out)
         except asyncio.CancelledError:
             self.counts["abandoned"] += 1
             if plan is not None and live is not None and live.delivered:
@@ -142,21 +144,23 @@ class Turns:
         )
         if session.ended is not None or not turn.sampled.response_ids:
             return
-        record = self._record(session, replace(turn, said=said), began)
-        self._keep(session, replace(record, not_followed=not_followed, left_out=left_out))
+        self._keep(session, replace(turn, said=said), began, not_followed, left_out=left_out)
         if not self._config.train_cancelled:
             self.mark(session, turn.id, left_out=UNRECEIVED)
 
     def unreceived(self, session: Session, record: TurnRecord) -> None:
         """Its client had gone before the answer was written."""
         self.counts["abandoned"] += 1
-        if session.ended is None:
+        with suppress(NotFound):  # it has ended meanwhile
             self.mark(session, record.id, left_out=UNRECEIVED)
 
     def mark(self, session: Session, turn: str, *, left_out: str | None = None, reward: float | None = None) -> None:
         """See Session.mark."""
-        session.mark(turn, left_out=left_out, reward=reward)
-        self._store.mark(session.id, turn, left_out=left_out, reward=reward)
+        with self._store.writing(session) as file:
+            if session.ended is not None:
+                raise NotFound(f"session {session.id} has ended: {session.ended}")
+            session.mark(turn, left_out=left_out, reward=reward)
+            file.mark(turn, left_out=left_out, reward=reward)
 
     async def count(self, session: Session, asked: Asked) -> int:
         """Tokens of the prompt, as a turn would have them now."""
@@ -243,8 +247,7 @@ class Turns:
             raise EnginesFailed(f"the engines aborted this turn {MAX_CONTINUATIONS} times")
 
     def _record(self, session: Session, turn: _Sampled, began: float) -> TurnRecord:
-        """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile. No await from
-        here to `_keep`, so that nothing comes between."""
+        """Where the turn belongs is decided now: another turn may have extended the trajectory meanwhile."""
         if session.ended is not None:
             raise NotFound(f"session {session.id} has ended while this turn was generated: {session.ended}")
         plan, sampled = turn.plan, turn.sampled
@@ -278,12 +281,17 @@ class Turns:
             raw_reply=turn.said.text if plan.raw_prompt is not None else None,
         )
 
-    def _keep(self, session: Session, record: TurnRecord) -> None:
-        """On disk first."""
-        branches = record.trajectory == len(session.trajectories) and bool(session.trajectories)
-        self._store.turn(session.id, record)
-        session.apply(record)
+    def _keep(
+        self, session: Session, turn: _Sampled, began: float, not_followed: tuple[str, ...], *, left_out: bool
+    ) -> TurnRecord:
+        """On disk first. The file is locked, so that no turn of another process comes between."""
+        with self._store.writing(session) as file:
+            record = replace(self._record(session, turn, began), not_followed=not_followed, left_out=left_out)
+            branches = record.trajectory == len(session.trajectories) and bool(session.trajectories)
+            file.turn(record)
+            session.apply(record)
         self.counts.update(turns=1, sampled_tokens=len(record.sampled_ids), branches=int(branches))
+        return record
 
 
 @dataclass(frozen=True)

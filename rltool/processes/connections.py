@@ -44,11 +44,11 @@ def allow_more() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def listen(server: Connections, host: str, port: int) -> asyncio.Server:
-    """Accept connections for `server`; those beyond `most_connections` are closed at once. To be closed by the
-    caller."""
+async def listen(server: Connections, host: str, port: int, *, shared: bool = False) -> asyncio.Server:
+    """Accept connections for `server`; those beyond `most_connections` are closed at once. shared: with
+    other processes that listen there so, among which the kernel deals out connections. To be closed by the caller."""
 
     def protocol() -> asyncio.BaseProtocol:
         return server() if len(server.connections) < most_connections() else _Refused()
 
-    return await asyncio.get_running_loop().create_server(protocol, host, port)
+    return await asyncio.get_running_loop().create_server(protocol, host, port, reuse_port=shared or None)

@@ -203,6 +203,14 @@ class DataPlane:
         if home is not None:
             self._loads.add(home[0], sessions=-1)
 
+    def settle(self, session: str, url: str) -> None:
+        """The engine that had the session's newest request, perhaps from another process: the next goes there if it
+        can."""
+        if url in self._choices() and self._homes.get(session, ("",))[0] != url:
+            self.forget(session)
+            self._homes[session] = url, None
+            self._loads.add(url, sessions=1)
+
     async def generate(
         self,
         request: GenerateRequest,

@@ -20,7 +20,7 @@ from rltool.engines.types import ROUTING_KEY_HEADER
 from rltool.gateway import planning
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.server import TURN_HEADER
-from rltool.gateway.store import SessionStore
+from rltool.gateway.store import SessionFile
 from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
 from tests.contract.gateway.running import QUICK, Gateway
@@ -442,7 +442,7 @@ def test_a_turn_that_cannot_be_recorded_is_not_given_out(gateway, session, monke
         raise NotRecorded("sessions cannot be written: No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(SessionStore, "turn", full)
+        patched.setattr(SessionFile, "turn", full)
         reply = post(gateway, session, json=HI)
     assert (reply.status_code, error_of(reply)["code"]) == (500, "not_recorded")
     assert gateway.record(session)["turns"] == []

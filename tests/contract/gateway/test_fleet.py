@@ -69,10 +69,10 @@ class Manager:
             endpoint = EngineEndpoint(url=engine.url, dialect="vllm", plugin=True)
             self.fleet.add_probed(endpoint, fleets.info_of(endpoint, boot_id=engine.boot_id, model_id="policy"))
 
-    def pause(self, *engines: ScriptedVllm) -> None:
+    def pause(self, *engines: ScriptedVllm, mode: str = "keep") -> None:
         for engine in engines:
             self.fleet.pause(engine.url)
-            requests.post(f"{engine.url}/pause", params={"mode": "keep"}, timeout=30)
+            requests.post(f"{engine.url}/pause", params={"mode": mode}, timeout=30)
 
     def finish(self, step: int, *engines: ScriptedVllm) -> None:
         self.step, version = step, LINEAGE.version(step)
@@ -289,6 +289,28 @@ def test_what_an_engine_samples_with_other_weights_is_sampled_again_and_never_re
     manager.sync(1, one, two)
     manager.send()
     assert Agent(manager.gateway).turn() == "one"
+
+
+def test_a_turn_that_a_sync_waits_for_ends_at_its_version_and_the_session_goes_on_at_the_next(manager, engines):
+    """weights.pause_mode = "wait"."""
+    one, _ = engines
+    one.seconds = 600.0
+    manager.fleet.process_exited(engines[1].url, "killed")
+    manager.send()
+    agent = Agent(manager.gateway)
+    with ThreadPoolExecutor(2) as pool:
+        held = pool.submit(agent.turn)
+        one.wait_in_flight(1)
+        pausing = pool.submit(manager.pause, one, mode="wait")
+        until(lambda: manager.fleet.member(one.url).state is State.PAUSED, "it pauses")
+        manager.send()
+        assert not held.done() and not pausing.done()
+        one.hurry()
+        assert held.result(SECONDS) == "one" and pausing.result(SECONDS) is None
+        manager.finish(1, one)
+        manager.send()
+        assert agent.turn() == "one"
+    assert [versions for _, versions in agent.turns()] == [{version(0)}, {version(1)}]
 
 
 def test_without_an_engine_a_turn_fails_in_time_and_says_how_they_are(words, tokenizer_dir, tmp_path):

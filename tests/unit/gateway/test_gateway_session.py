@@ -205,12 +205,14 @@ def written_session(tmp_path):
     call = ToolCall("call_1", "add", {"a": "ü"})
     reply = said("b", reasoning="why", tool_calls=(call,))
     first = turn(session, [1, 2], [3, 9], messages=(user("a"),), reply=reply, not_followed=("stop",))
-    store.turn(session.id, first)
+    with store.writing(session) as file:
+        file.turn(first)
     for last in (4, 5):
         record = turn(
             session, [1, 2, 3, 9, last], [6], base=first.id, cut=4, messages=(user(str(last)),), reply=said("d")
         )
-        store.turn(session.id, record)
+        with store.writing(session) as file:
+            file.turn(record)
     return session, key
 
 
@@ -230,7 +232,55 @@ def test_a_line_that_was_being_written_is_cut_off(tmp_path):
     file.write_bytes(whole[: last + 20])
     again = sessions_of(tmp_path).find(session.id)
     assert len(again.turns) == len(session.turns) - 1
-    assert file.read_bytes() == whole[:last]
+    sessions_of(tmp_path).end(again, "x")
+    assert file.read_bytes()[:last] == whole[:last]
+    assert json.loads(file.read_bytes()[last:])["reason"] == "x"
+
+
+def test_what_another_process_writes_is_read_before_a_session_is_used(tmp_path):
+    session, _ = written_session(tmp_path)
+    other = sessions_of(tmp_path)
+    theirs = other.find(session.id)
+    ours = sessions_of(tmp_path)
+    mine = ours.find(session.id)
+    record = turn(theirs, [1, 2, 3, 9, 4, 6], [7], base=theirs.turns[1].id, cut=6, messages=(user("on"),))
+    with store_of(tmp_path).writing(theirs) as file:
+        file.turn(record)
+    assert ours.find(session.id) is mine and mine.to_json() == theirs.to_json()
+    with store_of(tmp_path).writing(theirs) as file:
+        file.mark(record.id, left_out="asked")
+    theirs.mark(record.id, left_out="asked")
+    with store_of(tmp_path).writing(mine) as file:  # nothing was asked of it since
+        assert mine.left_out == theirs.left_out != {}
+        file.mark(record.id, reward=2.0)
+    assert other.find(session.id).rewards == {record.id: 2.0}
+    other.end(theirs, "deleted")
+    with pytest.raises(NotFound, match="has ended: deleted"):
+        ours.find(session.id)
+    assert ours.open == 0
+    ours.end(mine, "again")
+    assert store_of(tmp_path).path(session.id).read_text().count('"ended"') == 1
+
+
+def test_a_session_that_another_process_uses_is_not_idle(tmp_path):
+    now = [0.0]
+    ours, theirs = (sessions_of(tmp_path, clock=lambda: now[0]) for _ in range(2))
+    session, _ = ours.create({})
+    now[0] = store_of(tmp_path).path(session.id).stat().st_mtime
+    session.last_used = now[0]
+    other = theirs.find(session.id)
+    asleep = sessions_of(tmp_path, clock=lambda: now[0])
+    other.in_progress = 1
+    now[0] += 50.0
+    theirs.expire()  # which tells the others
+    now[0] += 20.0
+    assert ours.expire() == asleep.expire() == theirs.expire() == 0
+    assert session.ended is None
+    other.in_progress = 0
+    now[0] += 61.0
+    assert ours.expire() == 1
+    with pytest.raises(NotFound, match="timed out"):
+        theirs.find(session.id)
 
 
 def test_a_turn_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
@@ -240,7 +290,7 @@ def test_a_turn_that_cannot_be_written_leaves_no_trace(tmp_path, monkeypatch):
     write = __import__("os").write
     monkeypatch.setattr("os.write", lambda descriptor, data: write(descriptor, data[:10]))
     with pytest.raises(NotRecorded, match="No space left"):
-        store.ended(session.id, "x", 1.0)
+        sessions_of(tmp_path).end(session, "x")
     assert store.path(session.id).read_bytes() == before
 
 
@@ -393,7 +443,8 @@ def test_marks_are_read_back(tmp_path):
     first, second, _ = session.places
     for turn_id, marks in ((first, {"left_out": "unreceived"}), (second, {"left_out": "asked", "reward": 0.5})):
         session.mark(turn_id, **marks)
-        store_of(tmp_path).mark(session.id, turn_id, **marks)
+        with store_of(tmp_path).writing(session) as file:
+            file.mark(turn_id, **marks)
     again = sessions_of(tmp_path).find(session.id)
     assert again.to_json() == session.to_json()
     assert again.left_out == {first: "unreceived", second: "asked"} and again.rewards == {second: 0.5}
