@@ -69,8 +69,9 @@ class Limits:
 class _Model:
     """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; samplers: of its weights for
     sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
-    these. ttl: seconds that a save asked for. expires: set later, seconds of the clock, None for never. refused: by the
-    trainer, when it was to be made; it is neither listed nor counted."""
+    these. ttl, sampler_ttl: seconds that a save asked for; expired: samplers whose time is over. expires: set later,
+    seconds of the clock, None for never. refused: by the trainer, when it was to be made; it is neither listed nor
+    counted."""
 
     client: str
     lora: dict[str, Any] | None
@@ -79,6 +80,8 @@ class _Model:
     inflight: list[tuple[int, str]] = field(default_factory=list)
     deleted: set[str] = field(default_factory=set)
     ttl: dict[str, float] = field(default_factory=dict)
+    sampler_ttl: dict[str, float] = field(default_factory=dict)
+    expired: set[str] = field(default_factory=set)
     expires: dict[str, float | None] = field(default_factory=dict)
     refused: bool = False
 
@@ -197,7 +200,8 @@ class Service:
 
     async def save_weights_for_sampler(self, client: str, body: dict[str, Any]) -> Call:
         """Without a path: for the sampling client that the call makes."""
-        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind"})
+        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
+        await self.expire()
         model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
         if self._models[model].lora is None:
             raise UsageError(f"model {model!r} trains all weights; sampling is from adapters, or from the base model")
@@ -209,6 +213,8 @@ class Service:
             session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
             kept = {"name": unnamed_sampler(_integer(seq, "seq_id")), "sampling_session": session}
             kept |= {"inflight": kind == "inflight"}
+        if body.get("ttl_seconds") is not None:
+            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
         return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
 
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
@@ -360,8 +366,14 @@ class Service:
 
     async def expire(self) -> None:
         """Deletes the checkpoints whose time is over. A call of the journal like any other, so that what was loaded
-        before is loaded again after a kill."""
+        before is loaded again after a kill. Weights for sampling go with their files: what a restart saves again goes
+        again."""
         for model, held in list(self._models.items()):
+            for name, seconds in held.sampler_ttl.items():
+                directory = self._sampler_directory(model, name)
+                if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
+                    held.expired.add(name)
+                    shutil.rmtree(directory)
             if held.ttl or held.expires:
                 for each in self.saved(model):
                     if each.expires is not None and each.expires <= time.time():
@@ -423,7 +435,8 @@ class Service:
             if name in (self._models[model].names if trained else self._models[model].samplers):
                 path = checkpoint_path(model, name) if trained else sampler_path(model, name)
                 raise UsageError(f"{path} is there already; a name is given once")
-            if sum(len(each.names - each.deleted) + len(each.samplers) for each in own) >= self.limits.checkpoints:
+            kept = (len(each.names - each.deleted) + len(each.samplers - each.expired) for each in own)
+            if sum(kept) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
@@ -456,6 +469,10 @@ class Service:
 
     def _enter_sampler(self, call: Call) -> None:
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
+        if "ttl_seconds" in call.body:
+            model.sampler_ttl[name] = call.body["ttl_seconds"]
+            if call.number <= self._done.get(call.model, -1) and not self._sampler_directory(call.model, name).exists():
+                model.expired.add(name)
         if session is None:
             model.samplers.add(name)
         elif call.body["inflight"]:
