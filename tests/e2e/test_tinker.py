@@ -33,8 +33,8 @@ def model(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, model: Path, directory: Path) -> None:
-        self.model, self.directory, self.port = model, directory, free_port()
+    def __init__(self, model: Path, directory: Path, name: str) -> None:
+        self.model, self.directory, self.port, self.name = model, directory, free_port(), name
         self.keys = directory / "keys"
         self.keys.mkdir(parents=True)
         for name, key in KEYS.items():
@@ -47,7 +47,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        arguments = [self.model, self.directory / "calls", self.keys, self.port]
+        arguments = [self.model, self.directory / "calls", self.keys, self.port, self.name]
         with (self.directory / "server.log").open("ab") as log:
             command = [sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -65,8 +65,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, directory: Path) -> Iterator[Server]:
-    server = Server(model, directory)
+def serving(model: Path, directory: Path, name: str = "tiny") -> Iterator[Server]:
+    """name: of the base model."""
+    server = Server(model, directory, name)
     server.start()
     try:
         yield server
