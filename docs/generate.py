@@ -410,6 +410,9 @@ SAMPLES = "test_a_client_trains_and_samples_and_both_agree_on_every_log_probabil
 KILLED = "test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have_given"
 OWN_LOOP = "test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples"
 OVER_HTTP = "test_over_http_a_cancelled_sample_ends_and_health_needs_no_key"
+CUSTOM = "test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss_here_gives"
+FULL = "test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoints_go_to_and_fro"
+FINISHED = "test_a_finished_session_unloads_its_models_and_makes_nothing_more"
 EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
 CHECKPOINTS = "training_runs/{model}/checkpoints"
 
@@ -422,10 +425,11 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST telemetry", "read and dropped", TRAINS),
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
-     "says; rank 0 is refused", TRAINS),
+     "says; rank 0 (all weights) with `--lora-rank 0`", FULL),
+    ("POST unload_model", "makes room for another; the client (0.38) has the answer's type, and no method", FULL),
     ("POST get_info", "", OWN_LOOP),
     ("POST forward_backward", "protobuf; also forward alone; " + ", ".join(f"`{name}`" for name in LOSSES)
-     + "; `forward_backward_custom` needs no more (not tested)", TRAINS),
+     + "; own losses by `forward_backward_custom`", CUSTOM),
     ("POST optim_step", "AdamW, its parameters by call", TRAINS),
     ("POST save_weights", "with time to live", EXPIRY),
     ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
@@ -437,6 +441,9 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST asample", "prompt log-probabilities, `topk_prompt_logprobs`, `topk_sample_logprobs`, `stop`, `seed`, "
      "`top_k`, `top_p`", SAMPLES),
     ("POST cancel_future", "of samples", OVER_HTTP),
+    ("GET sessions", "", FINISHED),
+    ("GET sessions/{session}", "", FINISHED),
+    ("POST sessions/{session}/finish", "its models are unloaded", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
     (f"GET {CHECKPOINTS}", "", TRAINS),
@@ -449,15 +456,26 @@ SERVED: tuple[tuple[str, str, str], ...] = (
 journal of its calls. tests/contract/tinker compares them with the server's routes."""
 
 NOT_SERVED = (
-    ("auth/token", "keys are sent as they are"),
-    ("copy_weights, .../publish, .../external_weights_urls, save_weights_external", "weights stay in the run's "
-     "directory"),
-    ("create_custom_loss", "code of clients is not run; `forward_backward_custom` runs it in the client"),
-    ("join_sampling_session", "a session is its client's"),
-    ("retrieve_futures", "the client asks for each sample by itself, as long as client/config does not offer this"),
-    ("sessions, audit, billing", "nothing is billed"),
+    ("POST auth/token", "keys are sent as they are"),
+    ("GET auth/apikey/me", "keys are files of the server's owner"),
+    ("DELETE auth/apikey/me", "as above"),
+    ("POST copy_weights", "there are no projects; a checkpoint is loaded where it is"),
+    (f"POST {CHECKPOINTS}/{{checkpoint}}/publish", "weights stay in the run's directory"),
+    (f"DELETE {CHECKPOINTS}/{{checkpoint}}/publish", "as above"),
+    (f"GET {CHECKPOINTS}/{{checkpoint}}/external_weights_urls", "as above; `convert-ckpt` exports"),
+    ("POST save_weights_external", "as above"),
+    ("POST create_custom_loss", "code of clients is not run; `forward_backward_custom` runs it in the client"),
+    ("POST join_sampling_session", "asked for as long as client/config offers it"),
+    ("POST retrieve_futures", "as above: the client asks for each sample by itself"),
+    ("POST sessions/search", "`GET sessions` lists them"),
+    ("PUT sessions/{session}/project", "there are no projects"),
+    ("GET sessions/{session}/trace_export", "nothing is traced"),
+    ("GET audit", "nothing is recorded of who did what, beside the journal"),
+    ("GET billing/usage/events", "nothing is billed"),
+    ("GET billing/usage/checkpoints/current", "nothing is billed"),
 )
-"""Routes of the client that are answered with 404 and their name."""
+"""Routes of the client that are answered with 404 and their name; tests/contract/tinker compares both tables with the
+client's package."""
 
 TINKER_HEAD = """# The API of serve-trainer
 

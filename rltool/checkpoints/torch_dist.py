@@ -38,6 +38,7 @@ __all__ = [
     "load_teacher",
     "load_weights",
     "open_verified",
+    "read_weights",
     "save_checkpoint",
 ]
 
@@ -121,7 +122,7 @@ def load_weights(model: TrainedModel, path: Path) -> None:
     The policy's also become the reference; the value head of a critic stays. UsageError for another model than this
     one, CheckpointDamaged before anything is loaded.
     """
-    _read_weights(model, path)
+    read_weights(model, path)
     with model.runtime.mode():
         model.weights_changed(initial=True)
 
@@ -131,10 +132,10 @@ def load_teacher(trainer: MegatronTrainer, path: Path) -> None:
 
     UsageError when they do not fit the policy's model: they are swapped into it.
     """
-    trainer.load_teacher(lambda: _read_weights(trainer, path))
+    trainer.load_teacher(lambda: read_weights(trainer, path))
 
 
-def _read_weights(model: TrainedModel, path: Path) -> None:
+def read_weights(model: TrainedModel, path: Path) -> None:
     """Overwrites the model's parameters, but not those of a part of its own; its optimizer does not know yet."""
     if not manifests.is_checkpoint(path):
         with model.runtime.mode():

@@ -51,7 +51,8 @@ def serve_trainer(
         str | None, typer.Option(help="What clients name as the base model (default: MODEL as it is given).")
     ] = None,
     lora_rank: Annotated[
-        int | None, typer.Option(help="The largest rank that a client may ask for (default: 32).")
+        int | None,
+        typer.Option(help="The largest rank that a client may ask for; 0: clients train all weights (default: 32)."),
     ] = None,
     max_in_flight: Annotated[
         int | None, typer.Option(help="Calls of one client that wait for the trainer (default: 256).")
@@ -96,7 +97,7 @@ def serve_trainer(
     if settings.lora.rank:
         raise UsageError("lora.rank: clients choose the rank of their adapters; --lora-rank bounds it")
     if settings.trainer.router_bias_update_rate:
-        raise UsageError("trainer.router_bias_update_rate moves the model's routers, and clients train adapters alone")
+        raise UsageError("trainer.router_bias_update_rate moves the model's routers, and here calls of clients train")
     directory = _run(run, settings)
     fleet = probed(settings) if settings.engines.external else None
     if fleet is not None:

@@ -22,8 +22,9 @@ class ServeTrainerConfig(Config):
     checkpoints: Path | None = None
     """Directory whose entries every client can load, as tinker://shared/weights/NAME: checkpoints of `train` with
     adapters, or adapters of peft's format."""
-    lora_rank: int = Field(default=32, ge=1)
-    """The largest rank that a client may ask for."""
+    lora_rank: int = Field(default=32, ge=0)
+    """The largest rank that a client may ask for; 0: all weights are trained, of one model at a time, and engines are
+    this trainer's alone."""
     max_in_flight: int = Field(default=256, ge=1)
     """Calls of one client that wait for the trainer."""
     max_samples: int = Field(default=4096, ge=1)

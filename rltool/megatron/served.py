@@ -7,7 +7,7 @@ computes as if it were alone. Memory of an adapter model: 16 bytes a parameter o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -51,6 +51,7 @@ class ServedModel(MegatronTrainer):
         self._models: dict[str, _Model] = {}
         self._in_use: str | None = None
         self._trainable: list[torch.nn.Parameter] = []
+        self._put_in = False
         algorithm = AlgorithmConfig(loss="sft")
         super().__init__(model, trainer, OptimizerConfig(), algorithm, rendezvous, TrainingRun(1))
 
@@ -104,6 +105,25 @@ class ServedModel(MegatronTrainer):
             adapters.remove(self.gpt)
         self.adapters = None
         self.use(name)
+
+    @in_megatron
+    def put_in(self, load: Callable[[], None]) -> None:
+        """What `load` writes into the model stands in it, until `put_back`; the model's weights wait on the CPU. There
+        are no adapters beside it. Where `load` raises, they are back."""
+        assert self.adapters is None and not self._put_in
+        self._waiting["policy"] = self._copy_of_weights("policy", self._waiting.get("policy"))
+        self._put_in = True
+        try:
+            load()
+        except BaseException:
+            self.put_back()
+            raise
+
+    @in_megatron
+    def put_back(self) -> None:
+        if self._put_in:
+            self._put_weights(self._waiting["policy"])
+            self._put_in = False
 
     @torch.no_grad()
     def forget_optimizer(self) -> None:

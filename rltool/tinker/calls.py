@@ -25,8 +25,8 @@ SHARED = "shared"
 """In place of a model's name: checkpoints that the server was given for all clients. No model is called so."""
 _UNNAMED = ".unnamed-"
 """Begins the names of weights for sampling that the client gave none; no client's name begins like this."""
-KEPT_UNNAMED = 8
-"""Of each model, the newest: clients reach them by their sampling clients alone."""
+KEPT_UNNAMED, KEPT_UNNAMED_FULL = 8, 2
+"""Of each model, the newest: clients reach them by their sampling clients alone. FULL: where each is all weights."""
 
 
 def checkpoint_name(name: str) -> str:
@@ -67,8 +67,14 @@ def parse_path(path: str) -> tuple[str, str]:
     return found[1], checkpoint_name(found[2])
 
 
+def trains_all(lora: Mapping[str, Any] | None) -> bool:
+    """Whether a model of this lora_config has no adapter: its rank is 0, as SkyRL has it, or there is none."""
+    return lora is None or lora.get("rank") == 0
+
+
 def adapter_spec(lora: Mapping[str, Any] | None) -> AdapterSpec | None:
-    """Of create_model's lora_config. Adapters of the unembedding are not trained: the session says so to its client."""
+    """Of create_model's lora_config; None: all weights are trained. Adapters of the unembedding are not trained: the
+    session says so to its client."""
     if lora is None:
         return None
     unknown = set(lora) - {"rank", "seed", "train_unembed", "train_mlp", "train_attn"}
@@ -78,8 +84,13 @@ def adapter_spec(lora: Mapping[str, Any] | None) -> AdapterSpec | None:
     if not attention and not mlp:
         raise UsageError("lora_config: one of train_attn and train_mlp has to be true")
     rank = lora.get("rank")
-    if not isinstance(rank, int) or rank < 1:
-        raise UsageError(f"lora_config.rank is {rank!r}, expected an integer of at least 1")
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise UsageError(f"lora_config.rank is {rank!r}, expected an integer of at least 0")
+    if rank == 0:
+        left_out = [name for name in ("train_attn", "train_mlp", "train_unembed") if not lora.get(name, True)]
+        if left_out:
+            raise UsageError(f"lora_config.rank is 0, so all weights are trained; {', '.join(left_out)} has to be true")
+        return None
     if attention and mlp:
         return AdapterSpec(rank, ALPHA)
     return AdapterSpec(rank, ALPHA, ("qkv", "proj") if attention else ("gate_up", "down"))
@@ -121,7 +132,8 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
                 trainer.save(model, directory, optimizer=True)
             return {"type": "save_weights", "path": checkpoint_path(model, body["name"])}
         case "save_weights_for_sampler":
-            _export_for_sampling(trainer, model, samplers / model / body["name"])
+            kept = KEPT_UNNAMED_FULL if body.get("full") else KEPT_UNNAMED
+            _export_for_sampling(trainer, model, samplers / model / body["name"], kept)
             saved: dict[str, Any] = {"type": "save_weights_for_sampler"}
             if body.get("sampling_session"):
                 return saved | {"sampling_session_id": body["sampling_session"]}
@@ -138,13 +150,16 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
                     trainer.drop(model)
                 raise
             return {"type": "load_weights", "path": body["path"], "model_id": model}
+        case "unload_model":
+            trainer.drop(model)
+            return {"type": "unload_model", "model_id": model}
         case _:
             raise AssertionError(call.kind)
 
 
-def _export_for_sampling(trainer: ServedTrainer, model: str, directory: Path) -> None:
+def _export_for_sampling(trainer: ServedTrainer, model: str, directory: Path, kept: int) -> None:
     if not directory.exists():
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        trainer.export_adapter(model, directory)
-    for old in sorted(directory.parent.glob(f"{_UNNAMED}*"))[:-KEPT_UNNAMED]:
+        trainer.save(model, directory, optimizer=False)
+    for old in sorted(directory.parent.glob(f"{_UNNAMED}*"))[:-kept]:
         shutil.rmtree(old, ignore_errors=True)

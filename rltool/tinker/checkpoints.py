@@ -31,8 +31,8 @@ async def all_checkpoints(service: Service, client: str, query: Mapping[str, str
     """Of all models of a client, newest first, a page of them."""
     await service.expire()
     found = [each for model in service.models_of(client) for each in service.saved(model)]
-    page, cursor = _page(sorted(found, key=lambda each: -each.time), query, 100)
-    return {"checkpoints": [checkpoint(each) for each in page], "cursor": cursor}
+    shown, cursor = page(sorted(found, key=lambda each: -each.time), query, 100)
+    return {"checkpoints": [checkpoint(each) for each in shown], "cursor": cursor}
 
 
 async def training_run(service: Service, client: str, model: str) -> Body:
@@ -43,8 +43,8 @@ async def training_run(service: Service, client: str, model: str) -> Body:
 async def training_runs(service: Service, client: str, query: Mapping[str, str]) -> Body:
     """A client's models, newest first, a page of them."""
     await service.expire()
-    page, cursor = _page(service.models_of(client)[::-1], query, 20)
-    return {"training_runs": [_run(service, client, each) for each in page], "cursor": cursor}
+    shown, cursor = page(service.models_of(client)[::-1], query, 20)
+    return {"training_runs": [_run(service, client, each) for each in shown], "cursor": cursor}
 
 
 async def weights_info(service: Service, client: str, body: Body) -> Body:
@@ -68,7 +68,8 @@ def _run(service: Service, client: str, model: str) -> Body:
     }  # fmt: skip
 
 
-def _page(found: list[Any], query: Mapping[str, str], default: int) -> tuple[list[Any], Body]:
+def page(found: list[Any], query: Mapping[str, str], default: int) -> tuple[list[Any], Body]:
+    """The part that the query's limit (default) and offset name, and the cursor that says so. UsageError."""
     try:
         limit, offset = int(query.get("limit", default)), int(query.get("offset", 0))
     except ValueError as error:

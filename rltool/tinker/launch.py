@@ -28,6 +28,7 @@ from rltool.processes.spawn import ProcessSpec, RunningProcess
 from rltool.processes.supervise import ProcessGroup
 from rltool.processes.waiting import waiting
 from rltool.training.checks.preflight import ProbedFleet, check_fleet, check_leases, probe_fleet, resolve_endpoints
+from rltool.training.prepare import trainer_device
 
 ROLE = SERVED_ROLE
 LEAST_SLOTS = 2
@@ -54,11 +55,14 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, serving: ServeTrainer
     """UsageError with all that is wrong: another model, no adapters, another run's engines."""
     # The lengths of a run's data, which there are none of.
     short = config.sampling.model_copy(update={"max_prompt_tokens": 1, "max_response_tokens": 1})
-    check_fleet(fleet, config.model_copy(update={"sampling": short}), trainer_device=None)
+    full = serving.lora_rank == 0
+    check_fleet(
+        fleet, config.model_copy(update={"sampling": short}), trainer_device=trainer_device(config) if full else None
+    )  # fmt: skip
     halves = [engine.url for engine in fleet.endpoints.engines if not samples_alone(engine)]
     if halves:
         raise UsageError(f"{', '.join(halves)}: prefill and decode engines of SGLang do not sample alone")
-    problems = [(url, _adapter_problem(info, serving.lora_rank)) for url, info in fleet.infos.items()]
+    problems = [] if full else [(url, _adapter_problem(info, serving.lora_rank)) for url, info in fleet.infos.items()]
     found = [f"{url}: {problem}" for url, problem in problems if problem is not None]
     if found:
         raise UsageError("these engines cannot serve this trainer:\n" + "\n".join(found))

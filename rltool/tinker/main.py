@@ -18,7 +18,6 @@ from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, RltoolError, UsageError
-from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.keys import read_key
 from rltool.processes.marks import marking
 from rltool.processes.run_directory import RunDirectory
@@ -26,16 +25,18 @@ from rltool.processes.run_lock import RunLock
 from rltool.processes.state import read_state, state_of_this_process
 from rltool.processes.stop_run import end_left_behind
 from rltool.terminal import write_line
+from rltool.tinker.full_weights import full_samplers
 from rltool.tinker.launch import ROLE, Parts, probed
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import Samplers
+from rltool.tinker.sampling import adapter_samplers
 from rltool.tinker.server import TinkerServer, read_keys, serve
 from rltool.tinker.service import Limits, Service
 from rltool.training.cluster.resources import plan_resources
 from rltool.training.prepare import trainer_device
 from rltool.training.served import AdapterSpec, Datum, ServedTrainer
-from rltool.training.served_session import served_trainer
+from rltool.training.served_session import ServedSession, served_trainer
 from rltool.training.stopping import StopRequested, StopSignal
+from rltool.weights.connections import Trainer
 from rltool.weights.verify.tolerances import check_tolerance
 
 CHECK_TOKENS = 64
@@ -57,42 +58,51 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
         logs = state.log.parent if state.log is not None else None
         with marking(run, state):
             end_left_behind(run, report=write_line)
-            with served_trainer(config, logs, gpus=resources.gpus, while_waiting=stop.raise_if_requested) as trainer:
+            with served_trainer(config, logs, gpus=resources.gpus, while_waiting=stop.raise_if_requested) as session:
                 found = {} if engines is None else {e: engines.infos[e.url] for e in engines.endpoints.engines}
-                asyncio.run(_serve(trainer, config, serving, parts, found))
+                asyncio.run(_serve(session, config, serving, parts, found))
 
 
 async def _serve(
-    trainer: ServedTrainer, config: TrainConfig, serving: ServeTrainerConfig, parts: Parts,
+    session: ServedSession, config: TrainConfig, serving: ServeTrainerConfig, parts: Parts,
     engines: Mapping[EngineEndpoint, EngineInfo],
 ) -> None:  # fmt: skip
+    trainer, vocab_size, run = session.trainer, session.vocab_size, RunDirectory(parts.run)
     task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None, "asyncio.run made it"
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     deadlines = config.deadlines
-    vocab_size = family_for(read_hf_config(config.model.path), config.model.family).vocab_size
     limits = Limits(
         in_flight=serving.max_in_flight, samples=serving.max_samples, models=serving.max_models,
         checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
-        samples = None
-        if engines:
-            client = await stack.enter_async_context(EngineClient(run=RunDirectory(parts.run).run_id))
-            samplers = Samplers(
-                engines, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=write_line
-            )
-            samplers.start()
-            stack.push_async_callback(samplers.close)
+        client = await stack.enter_async_context(EngineClient(run=run.run_id))
+        if engines and serving.lora_rank:
             await _check_base(trainer, config, client, engines, vocab_size)
-            samples = Samples(samplers, vocab_size=vocab_size, most=limits.samples)
-            stack.push_async_callback(samples.close)
         service = await asyncio.to_thread(
             Service, parts.run / "served", trainer, parts.served_name, limits=limits,
             snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
         )  # fmt: skip
-        run = RunDirectory(parts.run)
+        samples = None
+        if engines and serving.lora_rank:
+            samplers = adapter_samplers(
+                engines, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=write_line
+            )
+        elif engines:
+            directory = config.weights.disk_dir / run.run_id if config.weights.disk_dir else run.path / "weights"
+            sender = Trainer(session.ranks.handles(), session.ranks.device, directory, vocab_size)
+            samplers = full_samplers(
+                engines, client, config, sender=sender, trainer=trainer, service=service, run=run, log=write_line
+            )
+        else:
+            samplers = None
+        if samplers is not None:
+            samples = Samples(
+                await stack.enter_async_context(samplers), vocab_size=vocab_size, most=limits.samples
+            )
+            stack.push_async_callback(samples.close)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")
         server = TinkerServer(service, read_keys(parts.keys), samples=samples, watched_by=watched_by)
         write_line(f"serving on {serving.host}:{serving.port}")

@@ -32,7 +32,7 @@ KEPT_RESULTS = 16384
 class Sampling(Protocol):
     max_model_len: int
 
-    async def sample(self, asked: SampleRequest, adapter: Path | None) -> SampleOutput: ...
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput: ...
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Samples:
         self.ended, self.tokens = 0, 0
         """Requests that engines have answered, and the tokens that they sampled."""
 
-    def begin(self, client: str, body: Mapping[str, Any], adapter: Path | None) -> str:
+    def begin(self, client: str, body: Mapping[str, Any], weights: Path | None) -> str:
         """The id of the request, in flight from now on. A repetition gives the id of the first. UsageError, Refused."""
         session, seq = body.get("sampling_session_id"), body.get("seq_id")
         if isinstance(seq, bool) or not isinstance(seq, int):
@@ -75,7 +75,7 @@ class Samples:
         self._count += 1
         number = f"{SAMPLE}{self._boot}-{self._count}"
         self.in_flight[client] += 1
-        task = self._tasks.start(self._sample(asked, adapter), number, awaited=True)
+        task = self._tasks.start(self._sample(asked, weights), number, awaited=True)
         task.add_done_callback(lambda _: self.in_flight.subtract([client]))
         self._asked[number], self._by_key[key] = _Asked(client, key, digest, task), number
         self._forget()
@@ -103,9 +103,9 @@ class Samples:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _sample(self, asked: SampleRequest, adapter: Path | None) -> dict[str, Any]:
+    async def _sample(self, asked: SampleRequest, weights: Path | None) -> dict[str, Any]:
         try:
-            output = await self._sampling.sample(asked, adapter)
+            output = await self._sampling.sample(asked, weights)
         except (UsageError, EngineRejected) as error:
             return {"error": str(error), "category": "user"}
         except RltoolError as error:

@@ -13,11 +13,11 @@ import time
 import uuid
 from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -161,8 +161,11 @@ class LoadedAdapters:
         self._changed = asyncio.Condition()
 
     @asynccontextmanager
-    async def using(self, directory: Path) -> AsyncIterator[str]:
-        """Its name, while the block samples with it. EngineError where no engine takes it."""
+    async def using(self, directory: Path | None) -> AsyncIterator[str]:
+        """Its name, while the block samples with it; "" for the model alone. EngineError where no engine takes it."""
+        if directory is None:
+            yield ""
+            return
         held = await self._place(directory)
         try:
             await self.load(directory, held.name)
@@ -212,46 +215,38 @@ class LoadedAdapters:
             return held
 
 
+class Held(Protocol):
+    """What engines hold for the requests of a sampling session."""
+
+    def using(self, directory: Path | None) -> AbstractAsyncContextManager[str]:
+        """Inside the block engines sample with these weights; None: with the base model's. Gives the adapter that
+        requests name, "": none. EngineError, UsageError where they cannot."""
+        ...
+
+    async def load(self, directory: Path, name: str) -> None:
+        """An adapter at engines that lack it."""
+        ...
+
+
 class Samplers:
-    """Engines for sampling. `start` first, `close` last. deadline: seconds for a request at one engine; load_deadline:
-    for an engine to load an adapter."""
+    """Requests of sampling sessions at engines. deadline: seconds for one of them at one engine."""
 
-    def __init__(
-        self, endpoints: Mapping[EngineEndpoint, EngineInfo], client: EngineClient, *, deadline: float,
-        load_deadline: float, log: Callable[[str], None],
-    ) -> None:  # fmt: skip
-        self.engines = EngineSet(Fleet(), client, log=log)
-        self.fleet = self.engines.fleet
-        for endpoint, info in endpoints.items():
-            self.fleet.add_probed(endpoint, info, takes_weights=False)
-        self.fleet.take_transitions()
-        self._plane = DataPlane(self.engines, router=None, requests_per_engine=REQUESTS_PER_ENGINE, deadline=deadline)
-        at_once = REQUESTS_PER_ENGINE * len(endpoints)
-        self._scores = Scores("policy", self.engines, at_once=at_once, deadline=deadline)
-        self._monitor = FleetMonitor(self.engines, on_change=self._plane.changed)
-        infos = list(endpoints.values())
-        slots = min((info.lora_slots for info in infos if info.lora_slots), default=SLOTS_UNKNOWN)
-        prefix = f"serve-{uuid.uuid4().hex[:12]}"
-        self._adapters = LoadedAdapters(self.engines, slots=slots, deadline=load_deadline, prefix=prefix)
+    def __init__(self, engines: EngineSet, plane: DataPlane, held: Held, *, deadline: float) -> None:
+        self._plane, self._held = plane, held
+        infos = [member.info for member in engines.fleet.members()]
+        at_once = REQUESTS_PER_ENGINE * len(infos)
+        self._scores = Scores("policy", engines, at_once=at_once, deadline=deadline)
         self.max_model_len = min((info.max_model_len for info in infos if info.max_model_len), default=2**31)
-
-    def start(self) -> None:
-        self._monitor.start()
-
-    async def close(self) -> None:
-        await self._monitor.close()
-        await self._adapters.close()
 
     @property
     def in_flight(self) -> int:
         return self._plane.in_flight
 
-    async def sample(self, asked: SampleRequest, adapter: Path | None) -> SampleOutput:
-        """adapter: a directory in peft's format; None: the base model. EngineError where no engine can."""
-        if adapter is None:
-            return await self._sample(asked, "", None)
-        async with self._adapters.using(adapter) as name:
-            return await self._sample(asked, name, adapter)
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
+        """weights: an adapter in peft's format, or all weights in Hugging Face's; None: the base model. EngineError
+        where no engine can."""
+        async with self._held.using(weights) as name:
+            return await self._sample(asked, name, weights if name else None)
 
     async def score(self, tokens: tuple[int, ...]) -> tuple[float, ...]:
         """Log-probabilities of the base model, of all tokens but the first."""
@@ -296,8 +291,32 @@ class Samplers:
                 if directory is None or not lacks_adapter(error, name):
                     raise
             await asyncio.sleep(RELOAD_SECONDS)
-            await self._adapters.load(directory, name)
+            await self._held.load(directory, name)
         return await ask()
+
+
+@asynccontextmanager
+async def adapter_samplers(
+    endpoints: Mapping[EngineEndpoint, EngineInfo], client: EngineClient, *, deadline: float, load_deadline: float,
+    log: Callable[[str], None],
+) -> AsyncIterator[Samplers]:  # fmt: skip
+    """Over engines that hold the base model, and adapters beside it. deadline: seconds for a request at one engine;
+    load_deadline: for an engine to load an adapter."""
+    engines = EngineSet(Fleet(), client, log=log)
+    for endpoint, info in endpoints.items():
+        engines.fleet.add_probed(endpoint, info, takes_weights=False)
+    engines.fleet.take_transitions()
+    plane = DataPlane(engines, router=None, requests_per_engine=REQUESTS_PER_ENGINE, deadline=deadline)
+    monitor = FleetMonitor(engines, on_change=plane.changed)
+    slots = min((info.lora_slots for info in endpoints.values() if info.lora_slots), default=SLOTS_UNKNOWN)
+    prefix = f"serve-{uuid.uuid4().hex[:12]}"
+    adapters = LoadedAdapters(engines, slots=slots, deadline=load_deadline, prefix=prefix)
+    monitor.start()
+    try:
+        yield Samplers(engines, plane, adapters, deadline=deadline)
+    finally:
+        await monitor.close()
+        await adapters.close()
 
 
 def _of_prompt(asked: SampleRequest, found: TokenScores | None) -> tuple[Values | None, Topk | None]:

@@ -11,6 +11,7 @@ import base64
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,6 +36,7 @@ POLL_SECONDS = 25.0
 """Of a long poll; the client gives up after 45."""
 
 NOTE = "adapters of the output head (train_unembed) are not trained by this server; all other linear layers are"
+FULL_NOTE = "this server trains all weights (rank 0), of one model at a time"
 
 
 def read_keys(directory: Path) -> dict[str, str]:
@@ -79,6 +81,7 @@ class TinkerServer:
             "optim_step": self._future(self._service.optim_step),
             "save_weights": self._future(self._service.save_weights),
             "load_weights": self._future(self._service.load_weights),
+            "unload_model": self._future(self._service.unload_model),
         }
         if self._samples is not None:
             posts |= {
@@ -100,21 +103,42 @@ class TinkerServer:
         app.router.add_post(PREFIX + "forward_backward", self._forward_backward)
         app.router.add_post(PREFIX + "retrieve_future", self._retrieve)
         self._add_checkpoint_routes(app)
+        self._add_session_routes(app)
         app.router.add_route("*", "/{path:.*}", self._no_route)
         return app
 
+    def _add_session_routes(self, app: web.Application) -> None:
+        service, one = self._service, PREFIX + "sessions/{session}"
+
+        async def finish(client: str, body: Body, request: web.Request) -> Body:
+            await service.finish_session(client, request.match_info["session"], body.get("reason"))
+            return {}
+
+        async def show(client: str, body: Body, request: web.Request) -> Body:
+            models, samplers = service.parts_of(client, request.match_info["session"])
+            return {"training_run_ids": models, "sampler_ids": samplers}
+
+        async def list_all(client: str, body: Body, request: web.Request) -> Body:
+            return {"sessions": checkpoints.page(service.sessions_of(client)[::-1], request.query, 20)[0]}
+
+        self._add(app, "POST", one + "/finish", finish)
+        self._add(app, "GET", one, show)
+        self._add(app, "GET", PREFIX + "sessions", list_all)
+
+    def _add(
+        self, app: web.Application, method: str, path: str, answer: Callable[[str, Body, web.Request], Awaitable[Body]]
+    ) -> None:
+        async def handle(request: web.Request) -> web.Response:
+            async def handler(client: str, body: Body) -> Body:
+                return await answer(client, body, request)
+
+            return await self._answer(request, handler, None)
+
+        app.router.add_route(method, path, handle)
+
     def _add_checkpoint_routes(self, app: web.Application) -> None:
         service, runs = self._service, PREFIX + "training_runs"
-        one = runs + "/{model}/checkpoints/weights/{name}"
-
-        def add(method: str, path: str, answer: Callable[[str, Body, web.Request], Awaitable[Body]]) -> None:
-            async def handle(request: web.Request) -> web.Response:
-                async def handler(client: str, body: Body) -> Body:
-                    return await answer(client, body, request)
-
-                return await self._answer(request, handler, None)
-
-            app.router.add_route(method, path, handle)
+        one, add = runs + "/{model}/checkpoints/weights/{name}", partial(self._add, app)
 
         async def delete(client: str, body: Body, request: web.Request) -> Body:
             model, name = request.match_info["model"], checkpoint_name(request.match_info["name"])
@@ -145,7 +169,8 @@ class TinkerServer:
 
     async def _create_session(self, client: str, body: Body) -> Body:
         return {
-            "type": "create_session", "session_id": await self._service.open_session(client), "info_message": NOTE,
+            "type": "create_session", "session_id": await self._service.open_session(client),
+            "info_message": NOTE if self._service.limits.rank != 0 else FULL_NOTE,
         }  # fmt: skip
 
     async def _heartbeat(self, client: str, body: Body) -> Body:
@@ -191,7 +216,7 @@ class TinkerServer:
     async def _sample(self, client: str, body: Body) -> Body:
         assert self._samples is not None, "else it has no route"
         sampler = self._service.demand_sampler(client, body.get("sampling_session_id"))
-        number = self._samples.begin(client, body, self._service.adapter_of(sampler))
+        number = self._samples.begin(client, body, self._service.weights_of(sampler))
         sequences = [f"{number}-{i}" for i in range(body.get("num_samples", 1))]
         return {"request_id": number, "sample_sequence_ids": sequences}
 

@@ -14,12 +14,13 @@ import secrets
 import shutil
 import time
 from collections import Counter, deque
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rltool.engines.run_client import CallCounts
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, RunFault, UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.tasks import Background
 from rltool.tinker.calls import (
@@ -32,13 +33,19 @@ from rltool.tinker.calls import (
     parse_sampler_path,
     perform,
     sampler_path,
+    trains_all,
     unnamed_sampler,
 )
 from rltool.tinker.journal import Call, Journal
 from rltool.training.served import ServedTrainer
 
-_OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl")
+_OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
 """Calls that the trainer has no part in: they are done when they are accepted."""
+
+_CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
+"""Calls after which the ranks' weights may be others."""
+
+T = TypeVar("T")
 
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
@@ -55,7 +62,7 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Limits:
     """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
-    kept; body_bytes: of a request; rank: of an adapter, None: any."""
+    kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank."""
 
     in_flight: int = 256
     samples: int = 4096
@@ -71,7 +78,7 @@ class _Model:
     sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
     these. ttl, sampler_ttl: seconds that a save asked for; expired: samplers whose time is over. expires: set later,
     seconds of the clock, None for never. refused: by the trainer, when it was to be made; it is neither listed nor
-    counted."""
+    counted. unloaded: its trainer has forgotten it, and its checkpoints stay."""
 
     client: str
     lora: dict[str, Any] | None
@@ -84,6 +91,7 @@ class _Model:
     expired: set[str] = field(default_factory=set)
     expires: dict[str, float | None] = field(default_factory=dict)
     refused: bool = False
+    unloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +128,7 @@ class Service:
         self._journal = Journal(directory)
         self._models: dict[str, _Model] = {}
         self._sessions: dict[str, str] = {}
+        self._finished: set[str] = set()
         self._samplers: dict[str, Sampler] = {}
         self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
@@ -136,6 +145,10 @@ class Service:
         """By kind, of the calls that this process has carried out."""
         self.running = ""
         """The kind of call that the trainer carries out now."""
+        self.fresh: Path | None = None
+        """Saved weights for sampling which are those that the ranks have now; None: there are none, as far as is
+        known."""
+        self._jobs: deque[tuple[Callable[[], Coroutine[Any, Any, Any]], asyncio.Future[Any]]] = deque()
         self._accepting = asyncio.Lock()
         self._news = asyncio.Condition()
         self._tasks = Background()
@@ -147,6 +160,25 @@ class Service:
         session = secrets.token_hex(8)
         await self._accept(client, "session", session, session, {})
         return session
+
+    async def finish_session(self, client: str, session: str, reason: object) -> None:
+        """It makes nothing more, and its models are unloaded. The first reason stays."""
+        self.demand_session(client, session)
+        if session not in self._finished:
+            await self._accept(client, "finish_session", session, f"finish:{session}", {"reason": reason})
+        for model, held in list(self._models.items()):
+            if model.startswith(f"{session}:") and not held.refused and not held.unloaded:
+                await self.unload_model(client, {"model_id": model})
+
+    def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
+        """Its models and its sampling sessions."""
+        self.demand_session(client, session)
+        models = [name for name in self.models_of(client) if name.startswith(f"{session}:")]
+        return models, [name for name in self._samplers if name.startswith(f"{session}:")]
+
+    def sessions_of(self, client: str) -> list[str]:
+        """In the order in which they were opened."""
+        return [session for session, whose in self._sessions.items() if whose == client]
 
     def demand_session(self, client: str, session: object) -> str:
         if not isinstance(session, str) or self._sessions.get(session) != client:
@@ -160,17 +192,23 @@ class Service:
         return model
 
     def lora_of(self, model: str) -> dict[str, Any] | None:
-        return self._models[model].lora
+        """None: all weights are trained."""
+        lora = self._models[model].lora
+        return None if trains_all(lora) else lora
 
     async def create_model(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
         model = self._new_name(client, body)
         if body.get("base_model") != self.base_model:
             raise UsageError(f"base_model is {body.get('base_model')!r}; this server trains {self.base_model!r}")
-        adapter = adapter_spec(body.get("lora_config"))
-        if adapter is not None and self.limits.rank is not None and adapter.rank > self.limits.rank:
+        adapter, most = adapter_spec(body.get("lora_config")), self.limits.rank
+        if most is not None and (rank := adapter.rank if adapter else 0) > most:
+            does = f"takes adapters up to rank {most}" if most else "trains all weights: ask for rank 0"
+            raise UsageError(f"lora_config.rank is {rank}; this server {does}")
+        if most and adapter is None:
             raise UsageError(
-                f"lora_config.rank is {adapter.rank}; this server takes adapters up to rank {self.limits.rank}"
+                f"lora_config.rank is 0; this server takes adapters up to rank {most}, and one that is started with "
+                "--lora-rank 0 trains all weights"
             )
         kept = {"lora_config": body.get("lora_config")}
         return await self._accept(client, "create_model", model, f"create:{model}", kept)
@@ -203,8 +241,6 @@ class Service:
         _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
         await self.expire()
         model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
-        if self._models[model].lora is None:
-            raise UsageError(f"model {model!r} trains all weights; sampling is from adapters, or from the base model")
         if kind not in (None, "snapshot", "inflight"):
             raise UsageError(f"kind is {kind!r}, expected snapshot or inflight")
         if body.get("path"):
@@ -215,12 +251,14 @@ class Service:
             kept |= {"inflight": kind == "inflight"}
         if body.get("ttl_seconds") is not None:
             kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+        if self.lora_of(model) is None:
+            kept["full"] = True
         return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
 
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
         """A session for sampling from saved weights, or from the base model."""
         _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
-        session = self.demand_session(client, body.get("session_id"))
+        session = self._open_session(client, body.get("session_id"))
         name = _sampling_session(session, body.get("sampling_session_seq_id"))
         if body.get("base_model") not in (None, self.base_model):
             raise UsageError(f"base_model is {body['base_model']!r}; this server serves {self.base_model!r}")
@@ -246,8 +284,8 @@ class Service:
         named = sampler.name is not None and not sampler.name.startswith(".")
         return sampler_path(sampler.model, sampler.name or "") if named else None
 
-    def adapter_of(self, sampler: Sampler) -> Path | None:
-        """Where the adapter is that a request is sampled with now; None: the base model alone."""
+    def weights_of(self, sampler: Sampler) -> Path | None:
+        """Where the adapter, or all weights, are that a request is sampled with now; None: the base model's."""
         if not sampler.model:
             return None
         name = sampler.name
@@ -262,6 +300,18 @@ class Service:
 
     def _sampler_directory(self, model: str, name: str) -> Path:
         return self._directory / "samplers" / model / name
+
+    def newest_weights(self) -> Path | None:
+        """Those for sampling that were saved last; None: there are none."""
+        there = (self._directory / "samplers").glob("*/*")
+        whole = [each for each in there if not each.name.endswith(".partial")]
+        return max(whole, key=lambda each: each.stat().st_mtime, default=None)
+
+    async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
+        """The trainer forgets it; its checkpoints and its weights for sampling stay."""
+        _follow(body, {"model_id"})
+        model = self.demand_model(client, body.get("model_id"))
+        return await self._accept(client, "unload_model", model, f"unload:{model}", {})
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
@@ -398,7 +448,13 @@ class Service:
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
         seq = _integer(body.get("model_seq_id"), "model_seq_id")
-        return f"{self.demand_session(client, body.get('session_id'))}:train:{seq}"
+        return f"{self._open_session(client, body.get('session_id'))}:train:{seq}"
+
+    def _open_session(self, client: str, session: object) -> str:
+        found = self.demand_session(client, session)
+        if found in self._finished:
+            raise UsageError(f"session {found} is finished; open another")
+        return found
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already."""
@@ -420,20 +476,23 @@ class Service:
         return call
 
     def _within_limits(self, client: str, kind: str, model: str, body: dict[str, Any]) -> None:
-        if kind in _OF_THE_BOOKS:
+        if kind in _OF_THE_BOOKS or kind == "unload_model":
             return
+        if (held := self._models.get(model)) is not None and held.unloaded:
+            raise UsageError(f"model {model!r} is unloaded; make another, of one of its checkpoints where it has any")
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, *parse_path(body["path"]))
         own = [self._models[name] for name in self.models_of(client)]
-        if model not in self._models and len(own) >= self.limits.models:
-            raise UsageError(f"there are {len(own)} models, the most that a client may have")
+        trained = sum(not each.unloaded for each in own)
+        if model not in self._models and trained >= self.limits.models:
+            raise UsageError(f"there are {trained} models, the most that a client may have")
         if kind in ("save_weights", "save_weights_for_sampler") and not body.get("sampling_session"):
-            name, trained = body["name"], kind == "save_weights"
-            if name in (self._models[model].names if trained else self._models[model].samplers):
-                path = checkpoint_path(model, name) if trained else sampler_path(model, name)
+            name, is_state = body["name"], kind == "save_weights"
+            if name in (self._models[model].names if is_state else self._models[model].samplers):
+                path = checkpoint_path(model, name) if is_state else sampler_path(model, name)
                 raise UsageError(f"{path} is there already; a name is given once")
             kept = (len(each.names - each.deleted) + len(each.samplers - each.expired) for each in own)
             if sum(kept) >= self.limits.checkpoints:
@@ -444,6 +503,9 @@ class Service:
         self._by_key[call.client, call.key] = call
         if call.kind == "session":
             self._sessions[call.model] = call.client
+            return
+        if call.kind == "finish_session":
+            self._finished.add(call.model)
             return
         if call.kind == "sampling_session":
             self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
@@ -464,6 +526,8 @@ class Service:
                 self._models[call.model].ttl[call.body["name"]] = call.body["ttl_seconds"]
         if call.kind == "save_weights_for_sampler":
             self._enter_sampler(call)
+        if call.kind == "unload_model":
+            self._models[call.model].unloaded = True
         if call.number > self._done.get(call.model, -1):
             self._waiting.setdefault(call.client, deque()).append(call)
 
@@ -501,9 +565,15 @@ class Service:
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
+        job_is_next = True
         while True:
             async with self._news:
-                await self._news.wait_for(lambda: bool(self._waiting))
+                await self._news.wait_for(lambda: bool(self._waiting or self._jobs))
+            if self._jobs and (job_is_next or not self._waiting):
+                job_is_next = False
+                await self._do(*self._jobs.popleft())
+                continue
+            job_is_next = True
             client = next(iter(self._waiting))
             queue = self._waiting.pop(client)
             call = queue.popleft()
@@ -519,19 +589,54 @@ class Service:
             async with self._news:
                 self._news.notify_all()
 
+    async def exclusively(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """What `work` returns or raises, done while `run` carries out no call. A fault of the ranks ends `run`."""
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._jobs.append((work, done))
+        async with self._news:
+            self._news.notify_all()
+        return await done
+
+    async def _do(self, work: Callable[[], Coroutine[Any, Any, Any]], done: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            return
+        doing = self._tasks.start(work(), "work on the ranks", awaited=True)
+        try:
+            await asyncio.wait({doing})
+        except asyncio.CancelledError:
+            await asyncio.wait({doing})  # ranks and engines are in the middle of it
+            raise
+        error = doing.exception()
+        if done.cancelled():
+            pass
+        elif error is None:
+            done.set_result(doing.result())
+        else:
+            done.set_exception(error)
+        if error is not None and (isinstance(error, RunFault) or not isinstance(error, RltoolError)):
+            raise error
+
     def waiting(self) -> dict[str, int]:
         """By client, calls that the trainer has not begun."""
         return {client: len(queue) for client, queue in tuple(self._waiting.items())}
 
     def models(self) -> dict[str, int]:
         """By client."""
-        return dict(Counter(each.client for each in tuple(self._models.values()) if not each.refused))
+        held = tuple(self._models.values())
+        return dict(Counter(each.client for each in held if not each.refused and not each.unloaded))
 
     def _carry_out(self, call: Call) -> None:
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
         self.running, began = call.kind, time.perf_counter()
+        samplers = self._directory / "samplers"
+        exported = samplers / call.model / call.body["name"] if call.kind == "save_weights_for_sampler" else None
+        there = exported is not None and exported.exists()
         try:
-            result = perform(self._trainer, call, self._directory / "checkpoints", self._directory / "samplers")
+            result = perform(self._trainer, call, self._directory / "checkpoints", samplers)
+            if call.kind in _CHANGES:
+                self.fresh = None
+            elif exported is not None and not there:
+                self.fresh = exported
             counts["tokens"] += call.body.get("tokens", 0)
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
@@ -574,6 +679,14 @@ class Service:
         for call in self._journal.calls:
             self._enter(call)
         self._remove_deleted()
+        rank = self.limits.rank
+        for name, model in self._models.items():
+            if rank is not None and not model.refused and not model.unloaded and trains_all(model.lora) == bool(rank):
+                what = "all weights" if rank else "an adapter"
+                raise UsageError(
+                    f"model {name!r} of this run trains {what}, and --lora-rank is {rank}: give it as it was, or "
+                    "another --run"
+                )
 
     def close(self) -> None:
         self._journal.close()

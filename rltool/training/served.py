@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -100,20 +100,20 @@ class ServedTrainer(Protocol):
         ...
 
     def save(self, name: str, directory: Path, *, optimizer: bool) -> None:
-        """A checkpoint, as those of `train`. optimizer: with Adam's moments; gradients are in `snapshot` alone."""
+        """A checkpoint, as those of `train`. optimizer: with Adam's moments; gradients are in `snapshot` alone. Without
+        it what engines take: an adapter in peft's format, or all weights in Hugging Face's."""
         ...
 
     def load(self, name: str, directory: Path, *, optimizer: bool) -> None:
         """Into a model of the same kind. optimizer: Adam's state too, else it begins anew. Gradients are dropped."""
         ...
 
-    def export_adapter(self, name: str, directory: Path) -> None:
-        """A directory in peft's format."""
+    def put_in(self, directory: Path) -> None:
+        """The weights of a directory stand in the place of the model's, for a sync, until `put_back`; the model, its
+        optimizer and gradients stay what they are. Where adapters are trained there is no such thing."""
         ...
 
-    def sync(self, name: str) -> int:
-        """The model's whole weights, adapters merged in, to the engines; returns their version."""
-        ...
+    def put_back(self) -> None: ...
 
     def drop(self, name: str) -> None:
         """Forgets the model."""
@@ -152,14 +152,11 @@ MODELS = "models.json"
 class RankedTrainer(ServedTrainer):
     """Over trainer ranks.
 
-    vocab_size: of the model; max_tokens: of a micro-batch (TrainerConfig.micro_batch_tokens); publish: sends the
-    weights of the model in use to the engines, None: there are none.
+    vocab_size: of the model; max_tokens: of a micro-batch (TrainerConfig.micro_batch_tokens).
     """
 
-    def __init__(
-        self, ranks: Ranks, *, vocab_size: int, max_tokens: int, publish: Callable[[], int] | None = None
-    ) -> None:
-        self._ranks, self._vocab_size, self._max_tokens, self._publish = ranks, vocab_size, max_tokens, publish
+    def __init__(self, ranks: Ranks, *, vocab_size: int, max_tokens: int) -> None:
+        self._ranks, self._vocab_size, self._max_tokens = ranks, vocab_size, max_tokens
         self._models: dict[str, _Known] = {}
 
     def create(self, name: str, adapter: AdapterSpec | None, seed: int) -> None:
@@ -230,18 +227,15 @@ class RankedTrainer(ServedTrainer):
             raise UsageError(f"{directory} is not there")
         known.steps = self._ranks.call("load", name, directory, optimizer=optimizer)[0]
 
-    def export_adapter(self, name: str, directory: Path) -> None:
-        if not self._known(name).lora.rank:
-            raise UsageError(f"model {name!r} has no adapter: it trains all weights; save it without its optimizer")
-        directories.refuse_existing(directory)
-        self._ranks.call("export_adapter", name, directory)
+    def put_in(self, directory: Path) -> None:
+        if any(known.lora.rank for known in self._models.values()):
+            raise UsageError("adapters are trained here, so the model beside them stays what it is")
+        if not directory.is_dir():
+            raise UsageError(f"{directory} is not there")
+        self._ranks.call("put_in", directory)
 
-    def sync(self, name: str) -> int:
-        self._known(name)
-        if self._publish is None:
-            raise UsageError("there are no engines to send weights to; give their addresses (--rollout-external)")
-        self._ranks.call("use", name)
-        return self._publish()
+    def put_back(self) -> None:
+        self._ranks.call("put_back")
 
     def drop(self, name: str) -> None:
         self._known(name)

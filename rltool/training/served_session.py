@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from rltool.config.train import TrainConfig
@@ -18,13 +19,23 @@ from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.served import RankedTrainer
 
 
+@dataclass(frozen=True)
+class ServedSession:
+    """ranks: of the trainer, for what sends their weights. vocab_size: of the model."""
+
+    trainer: RankedTrainer
+    ranks: TrainerGroup
+    vocab_size: int
+
+
 @contextmanager
 def served_trainer(
     config: TrainConfig, log_dir: Path | None, *, gpus: Sequence[int] = (), while_waiting: Waiting = lambda _: None
-) -> Iterator[RankedTrainer]:
+) -> Iterator[ServedSession]:
     """Starts Ray as [ray] says and the ranks of [trainer], and loads model.path; all of it ends with the block.
 
-    Of `config` only model, trainer, ray, seed and deadlines count: models bring their own adapters, losses and Adam.
+    Of `config` only model, trainer, ray, seed, deadlines and weights count: models bring their own adapters, losses and
+    Adam.
     gpus, while_waiting: as for `ray_cluster`. After PartLost, from any call, end the block and open another; its
     trainer begins from a snapshot (`restore`).
     """
@@ -44,6 +55,7 @@ def served_trainer(
         ranks.start(1, while_waiting)
         ranks.load_weights(while_waiting)
         vocab_size = family_for(read_hf_config(config.model.path), config.model.family).vocab_size
-        yield RankedTrainer(ranks, vocab_size=vocab_size, max_tokens=config.trainer.micro_batch_tokens)
+        trainer = RankedTrainer(ranks, vocab_size=vocab_size, max_tokens=config.trainer.micro_batch_tokens)
+        yield ServedSession(trainer, ranks, vocab_size)
         with suppress(RunFault):  # of a rank that has died; its caller knows
             ranks.close()

@@ -7,13 +7,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
@@ -62,26 +64,32 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iterator[Served]:
     clients_python()
     root = tmp_path_factory.mktemp("served")
+    with serving(root, tiny_tied_dir, 8, "--lora-rank", "8", "--lora-slots", "2") as found:
+        yield found
+
+
+@contextmanager
+def serving(root: Path, model: Path, rank: int, *of_engines: str) -> Iterator[Served]:
     keys = root / "keys"
     keys.mkdir()
     for who in ("alice", "bob"):
         (keys / who).touch(mode=0o600)
         (keys / who).write_text(f"tml-{who}")
     with ExitStack() as stack:
-        job = Job(root, tiny_tied_dir)
+        job = Job(root, model)
         job.say(
-            "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--max-model-len", "128", "--lora-rank", "8",
-            "--lora-slots", "2", "--run", "lab", "--detach",
+            "serve-engines", str(model), "--device", "cpu", "--max-model-len", "128", *of_engines, "--run", "lab",
+            "--detach",
         )  # fmt: skip
         run = open_run("lab", create=False, root=job.runs)
         stack.callback(stop_run, run)
         port = free_port()
         (root / "shared").mkdir()
-        (root / "tiny").symlink_to(tiny_tied_dir)  # where clients that run in `root` find the tokenizer
+        (root / "tiny").symlink_to(model)  # where clients that run in `root` find the tokenizer
         job.say(
-            "serve-trainer", str(tiny_tied_dir), "--rollout-external", f"@{run.endpoints_file}", "--keys", str(keys),
+            "serve-trainer", str(model), "--rollout-external", f"@{run.endpoints_file}", "--keys", str(keys),
             "--port", str(port), "--checkpoints", str(root / "shared"),
-            "--lora-rank", "8", "--served-name", "tiny", "--set", "model.dtype=float32",
+            "--lora-rank", str(rank), "--served-name", "tiny", "--set", "model.dtype=float32",
             "--set", "trainer.torch_threads=1", "--set", "trainer.max_tokens_per_micro_batch=256", "--detach",
         )  # fmt: skip
         yield Served(job, run, f"http://127.0.0.1:{port}", keys)
@@ -92,7 +100,12 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
     for name in ("base", "trained", "saved", "scored"):
         np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
     assert np.abs(np.subtract(found["base"]["trainer"], found["trained"]["trainer"])).max() > 1e-3
-    assert found["base_model"] == "tiny" and found["n"] == 3
+    assert found["base_model"] == "tiny" and found["not_asked"] is None
+    assert [len({tuple(each) for each in three}) for three in found["several"]] == [3, 3, 3]
+    assert found["several"][0] == found["several"][1] != found["several"][2]
+    assert found["top_1"] == [found["top_1"][0]] * 3 and found["top_1"][0][:4] == found["greedy"]
+    stop, text, said, reason = found["stop_text"]
+    assert reason == "stop" and stop in said and len(said) < len(text) and text.startswith(said)
     assert found["seeded"][0] == found["seeded"][1] != found["seeded"][2]
     assert found["stopped"] == ["stop", 1] and found["length"] == "length"
     assert all(np.argmax([p for _, p in row]) == 0 for row in found["topk"])
@@ -175,6 +188,63 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
     found = result_of(client)
     assert "failed" not in found, (found, served.log()[-3000:])
     assert found["rounds"] == served.result("alice", "long_rounds")["rounds"]
+
+
+@pytest.mark.long
+def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoints_go_to_and_fro(
+    tmp_path, tiny_tied_dir
+):
+    clients_python()
+    with serving(tmp_path, tiny_tied_dir, 0) as served:
+        client = served.client("alice", "full", "3")
+        assert client.stderr is not None
+        for line in client.stderr:
+            for word, role in (("ahead", ROLE), ("engine", "engine-0")):
+                if line.startswith(word):
+                    process = read_state(served.run, role)
+                    assert process is not None
+                    os.kill(process.pid, signal.SIGKILL)
+            if line.startswith("engine"):
+                break
+        found = result_of(client)
+        assert "failed" not in found, (found, served.log()[-4000:])
+        for name in ("base", "one", "two"):
+            np.testing.assert_allclose(found[name]["sampled"], found[name]["trainer"], atol=EXACT, err_msg=name)
+        np.testing.assert_allclose(found["prompt"], found["prompt_of_one"], atol=EXACT)
+        versions = found["versions"]
+        assert len({str(tokens) for tokens, _ in versions.values()}) == 3, "what is mixed up would show"
+        seen = [("one", each) for each in (*found["first"], *found["still"])]
+        for name, (tokens, logprobs) in [*seen, ("two", found["again"])]:
+            assert tokens == versions[name][0]
+            np.testing.assert_allclose(logprobs, versions[name][1], atol=EXACT)
+        assert len(found["mixed"]) == 9 and all(tokens == versions[name][0] for name, tokens in found["mixed"])
+        for name in ("undisturbed", "loaded", "went_on", "made"):
+            assert found[name][0] == found[name][1], name
+        assert found["info"] == [False, None] and found["weights_info"] == [False, None, 1, True]
+        errors = found["errors"]
+        for name, text in {
+            "second": "trains all weights, so there can be no other beside it", "adapter": "ask for rank 0",
+            "part": "train_mlp has to be true", "unloaded": "is unloaded",
+        }.items():  # fmt: skip
+            assert text in errors[name], (name, errors[name])
+        model, _, name = found["state"].removeprefix("tinker://").split("/")
+        state = served.run.path / "served" / "checkpoints" / model / name
+        job, losses = write_job(tmp_path / "replay", served.job.model, None), []
+        for run, begin in (("state", state), ("named", served.run.path / "served" / "samplers" / model / "named")):
+            job("debug train-only", run, "--fake-data", "--steps", "1", sets=[f"model.path={begin}"])
+            losses.append([job.steps(run)[0][key] for key in ("train/loss", "train/grad_norm")])
+        assert losses[0] == losses[1], "of the same weights"
+        trained = job.runs / "state" / "checkpoints" / "step_1"
+        (served.job.root / "shared" / "trained").symlink_to(trained)
+        tokens = [5, 17, 40, 3, 90, 61]
+        other = served.result(
+            "alice", "full_state", "tinker://shared/weights/trained", found["made_model"], ",".join(map(str, tokens))
+        )  # fmt: skip
+        job.say("convert-ckpt", str(trained), str(tmp_path / "hf"), "--to", "hf")
+        exported = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+        expected = exported(torch.tensor([tokens])).logits[0, -2].log_softmax(-1)[tokens[-1]].item()
+        assert other["loaded"] == pytest.approx([expected], abs=EXACT) and other["step"] > 0
+        assert abs(other["begun"][0] - expected) > 1e-4
 
 
 def test_status_shows_the_server_and_engines_without_adapters_are_refused_at_start(served):

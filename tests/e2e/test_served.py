@@ -287,6 +287,40 @@ def test_a_step_is_that_of_train_and_each_begins_from_the_others_checkpoint(rank
     assert np.abs(moved - same).max() > 1e-3
 
 
+def case_put_in(place, path, other, layout, disturbed):
+    """A life with all weights in whose middle, a gradient added up, another model stands for a moment."""
+    with served(place, path, **layout) as trainer:
+        trainer.create("full", None, 1)
+        found = [part(trainer, "full", i) for i in range(5)]
+        if disturbed:
+            with pytest.raises(UsageError, match="is not there"):
+                trainer.put_in(other / "none")
+            trainer.put_in(other)
+            found.append(flat(trainer.forward("full", data_of(9), "ppo", {}, backward=False)))
+            trainer.put_back()
+        return found + [part(trainer, "full", i) for i in range(5, 8)]
+
+
+@pytest.mark.parametrize(
+    "name", ["one", "bf16", *(pytest.param(each, marks=pytest.mark.long) for each in ("tp", "distributed"))]
+)
+def test_weights_that_are_put_in_for_a_sync_leave_a_model_and_its_gradient_as_they_are(ranks, dense, tmp_path, name):
+    layout = LAYOUTS.get(name, {"dtype": "bfloat16"} if name == "bf16" else {})
+    other, size = save_hf(tmp_path, "qwen3", tied=True, seed=5), 1 if name in ("one", "bf16") else 2
+    alone = ranks.run(case_put_in, size, dense, other, layout, False)[0]
+    *before, seen, last, second, third = ranks.run(case_put_in, size, dense, other, layout, True)[0]
+    for first, again in zip(alone, [*before, last, second, third], strict=True):
+        np.testing.assert_array_equal(first, again)
+    np.testing.assert_array_equal(seen, ranks.run(case_put_in_alone, size, other, layout)[0])
+    assert np.abs(ranks.run(case_put_in_alone, size, dense, layout)[0] - seen).max() > 1e-2
+
+
+def case_put_in_alone(place, path, layout):
+    with served(place, path, **layout) as trainer:
+        trainer.create("full", None, 1)
+        return flat(trainer.forward("full", data_of(9), "ppo", {}, backward=False))
+
+
 def case_wrong(place, path):
     with served(place, path) as trainer:
         trainer.create("a", SPECS["a"], 1)
@@ -310,8 +344,8 @@ def case_wrong(place, path):
         for spec, expected in ((AdapterSpec(2, 8.0, ("experts",)), "experts"), (AdapterSpec(0), "rank is 0")):
             with pytest.raises(UsageError, match=expected):
                 trainer.create("b", spec, 1)
-        with pytest.raises(UsageError, match="no engines"):
-            trainer.sync("a")
+        with pytest.raises(UsageError, match="adapters are trained here"):
+            trainer.put_in(path)
         wild = data_of(1, [3])
         wild[0].inputs["advantages"][:] = 3e38
         trainer.forward("a", wild, "importance_sampling", {}, backward=True)

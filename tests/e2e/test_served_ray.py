@@ -41,7 +41,8 @@ def test_a_killed_rank_loses_no_call_that_a_snapshot_holds(tmp_path):
         }
     )
     found = {name: [] for name in names}
-    with served_trainer(config, tmp_path) as trainer:
+    with served_trainer(config, tmp_path) as session:
+        trainer = session.trainer
         trainer.create("a", AdapterSpec(4, 6.0), 1)
         trainer.create("b", AdapterSpec(2, 8.0, ("qkv",)), 2)
         with pytest.raises(UsageError, match="'a' is there already"):
@@ -54,12 +55,13 @@ def test_a_killed_rank_loses_no_call_that_a_snapshot_holds(tmp_path):
             for name in names:
                 found[name].append(call(trainer, name, i))
         trainer.save("a", tmp_path / "a", optimizer=True)
-        trainer.export_adapter("b", tmp_path / "b")
+        trainer.save("b", tmp_path / "b", optimizer=False)
         assert len(rank_pids()) == 2
         os.kill(rank_pids()[1], signal.SIGKILL)
         with pytest.raises(RunFault, match="rank 1|rank 0"):
             call(trainer, "a", 0)
-    with served_trainer(config, tmp_path) as trainer:
+    with served_trainer(config, tmp_path) as session:
+        trainer = session.trainer
         trainer.restore(tmp_path / "snapshot")
         for i in range(4, 7):
             for name in names:

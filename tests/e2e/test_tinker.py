@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from rltool.cli import main
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.megatron_models import save_hf
 
@@ -75,9 +78,11 @@ def serving(model: Path, directory: Path, name: str = "tiny") -> Iterator[Server
         server.kill()
 
 
-def start_client(server: Server, who: str, script: str, *more: str, key: str | None = None) -> subprocess.Popen[str]:
+def start_client(
+    server: Server, who: str, script: str, *more: str, key: str | None = None, **variables: str
+) -> subprocess.Popen[str]:  # fmt: skip
     command = [str(clients_python()), str(CLIENT), server.url, key or KEYS[who], script, *more]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(server.directory), "TINKER_TELEMETRY": "0"}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(server.directory), "TINKER_TELEMETRY": "0", **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
@@ -111,7 +116,8 @@ def test_the_client_trains_saves_and_loads_and_its_wrong_calls_are_refused_by_na
     errors = found["errors"]
     for name, text in {
         "loss": "'stable_reinforce' is not supported", "inputs": "logprobs", "long": "has 80 tokens",
-        "rank": "lora_config.rank is 0", "model": "this server trains 'tiny'", "name": "a name is given once",
+        "rank": "would train all weights, which the adapters", "model": "this server trains 'tiny'",
+        "name": "a name is given once",
         "ttl": "ttl_seconds is 5, expected", "sampler": "is not served here",
     }.items():  # fmt: skip
         assert text in errors[name], (name, errors[name])
@@ -134,6 +140,26 @@ def test_the_client_trains_saves_and_loads_and_its_wrong_calls_are_refused_by_na
 
 def test_a_wrong_key_is_refused(server):
     assert "X-API-Key" in result_of(start_client(server, "alice", "steps", key="tml-wrong"))["failed"]
+
+
+def test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss_here_gives(server, tmp_path):
+    found = result_of(start_client(server, "alice", "custom", TORCH_AT=str(Path(torch.__file__).parents[1])))
+    assert "failed" not in found, found
+    for losses, norms, own in found["steps"]:
+        assert losses[1] == pytest.approx(losses[0], rel=1e-6) and norms[1] == pytest.approx(norms[0], rel=1e-6)
+        assert own == 2.0, "the loss's own metric"
+    trained = []
+    for path in found["paths"]:
+        model, _, name = path.removeprefix("tinker://").split("/")
+        saved, adapter = server.directory / "calls" / "checkpoints" / model / name, tmp_path / name
+        with pytest.raises(SystemExit) as ended:
+            main(["convert-ckpt", str(saved), str(adapter), "--to", "peft"])
+        assert ended.value.code == 0
+        trained.append(load_file(adapter / "adapter_model.safetensors"))
+    for name, one in trained[0].items():
+        np.testing.assert_allclose(trained[1][name], one, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(*found["ends"], atol=1e-6)
+    assert np.abs(np.subtract(*found["moved"])).max() > 1e-2, "one that the server does not know"
 
 
 def test_two_clients_beside_each_other_train_as_each_does_alone(server, undisturbed):

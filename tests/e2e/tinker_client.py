@@ -7,9 +7,14 @@ import io
 import json
 import os
 import sys
+import time
+import urllib.request
 from contextlib import redirect_stdout
 
 import numpy as np
+
+sys.path += [os.environ["TORCH_AT"]] if "TORCH_AT" in os.environ else []
+
 import tinker
 from tinker import types
 
@@ -190,7 +195,16 @@ def sampling(service):
         "trainer": scored(client, tokens[:1], tokens[1:]),
     }
     found["last_n"] = sampler.compute_logprobs(ids(*tokens), prompt_logprobs_last_n=2).result()
-    found["n"] = len(sampled(sampler, n=3).sequences)
+    several = [[list(each.tokens) for each in sampled(sampler, n=3, seed=seed).sequences] for seed in (1, 1, 2)]
+    found["several"] = several
+    found["top_1"] = [list(sampled(sampler, seed=seed, top_k=1).sequences[0].tokens) for seed in (1, 2, 3)]
+    found["not_asked"] = sampled(sampler).prompt_logprobs
+    tokenizer = sampler.get_tokenizer()
+    [long] = sampled(sampler, temperature=0.0, max_tokens=24).sequences
+    text = tokenizer.decode(long.tokens)
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    [short] = sampled(sampler, temperature=0.0, max_tokens=24, stop=[stop]).sequences
+    found["stop_text"] = [stop, text, tokenizer.decode(short.tokens), short.stop_reason]
     found["seeded"] = [list(sampled(sampler, seed=seed).sequences[0].tokens) for seed in (1, 1, 2)]
     [greedy] = sampled(sampler, temperature=0.0, max_tokens=4).sequences
     [stopped] = sampled(sampler, temperature=0.0, max_tokens=4, stop=[greedy.tokens[0]]).sequences
@@ -217,6 +231,121 @@ def sampling(service):
         "top_p": message(lambda: sampled(sampler, top_p=0.0)),
     }
     return found
+
+
+def custom(service):
+    """Two clients with the same adapter take two steps: one by importance sampling as the server has it, one by a loss
+    of its own that is the same; then what both give for the same data, and a loss that the server has not."""
+    import torch
+
+    found = {"steps": []}
+
+    def own(data, logprobs):
+        losses = []
+        for datum, new in zip(data, logprobs, strict=True):
+            names = ("weights", "logprobs", "advantages")
+            weights, old, advantages = (datum.loss_fn_inputs[name].to_torch() for name in names)
+            losses.append(-(weights * (new - old).exp() * advantages).sum())
+        return torch.stack(losses).sum(), {"own": float(len(data))}
+
+    def squared(data, logprobs):
+        return sum((each**2).sum() for each in logprobs), {}
+
+    theirs, ours = (service.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(2))
+    adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+    for seed in (1, 2):
+        data = data_of(seed, True)
+        given = theirs.forward_backward(data, "importance_sampling").result()
+        made = ours.forward_backward_custom(data, own).result()
+        norms = [each.optim_step(adam).result().metrics["grad_norm"] for each in (theirs, ours)]
+        found["steps"].append([[given.metrics["loss:sum"], made.metrics["loss:sum"]], norms, made.metrics["own"]])
+    found["ends"] = [flat(each.forward(data_of(99), "cross_entropy").result()) for each in (theirs, ours)]
+    found["paths"] = [each.save_state(f"end-{i}").result().path for i, each in enumerate((theirs, ours))]
+    [before] = [scored(ours, PROMPT[:1], PROMPT[1:])]
+    data = data_of(3)
+    for _ in range(3):
+        ours.forward_backward_custom(data, squared).result()
+        ours.optim_step(adam)
+    found["moved"] = [before, scored(ours, PROMPT[:1], PROMPT[1:])]
+    return found
+
+
+def raw(path, body):
+    """What the client has no method for."""
+    request = urllib.request.Request(f"{url}/api/v1/{path}", json.dumps(body).encode(), {"X-API-Key": key})
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request) as reply:
+        return json.loads(reply.read())
+
+
+def same(sampler):
+    """Of a fixed seed."""
+    [sequence] = sampled(sampler, seed=3).sequences
+    return [list(sequence.tokens), [float(each) for each in sequence.logprobs]]
+
+
+def full(service):
+    """All weights are trained and sampled with, by version; the test kills the server where a line says "ahead"."""
+    client = service.create_lora_training_client("tiny", rank=0).result()
+    base = service.create_sampling_client(base_model="tiny")
+    found = {"base": both(base, client), "info": [client.get_info().is_lora, client.get_info().lora_rank]}
+    before = same(base)
+    train(client, 3, ("cross_entropy", "importance_sampling", "ppo"))
+    one = client.save_weights_and_get_sampling_client()
+    found["one"] = both(one, client)
+    state = client.save_state("state", ttl_seconds=4000).result().path
+    named = client.save_weights_for_sampler("named").result().path
+    there = flat(client.forward(data_of(99), "cross_entropy").result())
+    first = same(one)
+    went_on = train(client, 1)
+    print("ahead", file=sys.stderr, flush=True)
+    time.sleep(float(sys.argv[4]))  # the server is killed and serves again
+    found["first"] = [first, same(one), same(service.create_sampling_client(model_path=named))]
+    two = client.save_weights_and_get_sampling_client()
+    found["two"] = both(two, client)
+    second = same(two)
+    held = flat(client.forward(data_of(99), "cross_entropy").result())
+    samplers = {"base": base, "one": one, "two": two}
+    params = types.SamplingParams(max_tokens=8, seed=3)
+    futures = [(name, each.sample(ids(*PROMPT), 1, params)) for _ in range(3) for name, each in samplers.items()]
+    found["mixed"] = [[name, list(each.result().sequences[0].tokens)] for name, each in futures]
+    found["versions"] = {"base": before, "one": first, "two": second}
+    table = one.sample(ids(*PROMPT), 1, types.SamplingParams(max_tokens=1), include_prompt_logprobs=True).result()
+    found["prompt"] = table.prompt_logprobs[1:]
+    print("engine", file=sys.stderr, flush=True)
+    time.sleep(float(sys.argv[4]))  # the engine is killed, and gets the weights again
+    found["again"] = same(two)
+    found["undisturbed"] = [held, flat(client.forward(data_of(99), "cross_entropy").result())]
+    client.load_state_with_optimizer(state).result()
+    found["prompt_of_one"] = scored(client, PROMPT[:1], PROMPT[1:])
+    found["loaded"] = [there, flat(client.forward(data_of(99), "cross_entropy").result())]
+    found["went_on"] = [went_on, train(client, 1)]
+    found["errors"] = {
+        "second": message(lambda: service.create_lora_training_client("tiny", rank=0).result()),
+        "adapter": message(lambda: service.create_lora_training_client("tiny", rank=4).result()),
+        "part": message(lambda: service.create_lora_training_client("tiny", rank=0, train_mlp=False).result()),
+    }
+    asked = service.create_rest_client()
+    info = asked.get_weights_info_by_tinker_path(state).result()
+    kept = asked.list_checkpoints(client.model_id).result().checkpoints
+    found["weights_info"] = [info.is_lora, info.lora_rank, len(kept), kept[0].expires_at is not None]
+    raw("retrieve_future", raw("unload_model", {"model_id": client.model_id}))
+    found["errors"]["unloaded"] = message(lambda: client.forward(data_of(99), "cross_entropy").result())
+    made = service.create_training_client_from_state_with_optimizer(state).result()
+    found["made"] = [there, flat(made.forward(data_of(99), "cross_entropy").result())]
+    found["still"] = [first, same(one)]
+    return found | {"state": state, "made_model": made.model_id}
+
+
+def full_state(service):
+    """The log-probability of the last of some tokens, by a checkpoint of `train`; then a step."""
+    tokens = [int(each) for each in sys.argv[6].split(",")]
+    raw("retrieve_future", raw("unload_model", {"model_id": sys.argv[5]}))
+    client = service.create_lora_training_client("tiny", rank=0).result()
+    begun = scored(client, tokens[:-1], tokens[-1:])
+    client.load_state_with_optimizer(sys.argv[4]).result()
+    found = {"begun": begun, "loaded": scored(client, tokens[:-1], tokens[-1:])}
+    return found | {"step": train(client, 1)[0][1], "model": client.model_id}
 
 
 def rounds(service, count=3):

@@ -11,7 +11,7 @@ from functools import partial
 
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member, State
-from rltool.errors import RltoolError
+from rltool.errors import EngineError, RltoolError
 from rltool.processes.tasks import Background
 from rltool.rollout.collector import CollectionInterrupted
 from rltool.rollout.serving.guard import EngineGuard
@@ -51,7 +51,8 @@ class WeightUpdates:
         self._check_all, self._is_stopping = check_all, is_stopping
         self._asked: list[_Asked] = []
         self._wake = asyncio.Event()
-        self._differed = False  # the values of all engines, in the last attempt that failed
+        self._differed = False
+        """The values of all engines, in the attempt before."""
 
     async def update(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps. While there is none that takes them, it is
@@ -60,10 +61,8 @@ class WeightUpdates:
         WeightSyncFailed where all engines sample something else than the trainer twice in a row; once may be an engine
         that was started again between its update and the comparison.
         """
-        differed = False
-        while (report := await self._try_update(step, may_differ=not differed)) is None:
+        while (report := await self.attempt(step)) is None:
             # All have just died, or one is being started again.
-            differed = self._differed
             await asyncio.sleep(self._fleet.policy.probe_seconds)
             self._guard.check()
             if self._is_stopping():
@@ -71,6 +70,42 @@ class WeightUpdates:
         for url, reason in report.failed.items():
             self._log(f"weights {report.version} did not reach {url}: {reason}")
         return report
+
+    async def attempt(self, step: int) -> SyncReport | None:
+        """`update`, once: None when no engine took the weights, for reasons that may pass."""
+        may_differ, self._differed = not self._differed, False
+        async with self._lock:
+            version = self._book.begin(step)
+            try:
+                report = await self._leases.synced(partial(self._sync.sync, version, check_all=self._check_all))
+            except WeightSyncFailed as error:
+                if error.values_differ and not may_differ:
+                    raise
+                self._differed = error.values_differ
+                self._log(str(error))
+                return None
+            finally:
+                await self._monitor.carry_out()
+            self._book.publish(step)
+            return report
+
+    async def resync(self) -> bool:
+        """Engines that are STALE take the weights that were published last, which the ranks have to hold. Returns
+        whether all did; raises what a rank raises."""
+        stale = {member.url for member in self._fleet.members(State.STALE) if member.takes_weights}
+        if not stale or self._book.published is None:
+            return True
+        async with self._lock:
+            version = self._book.lineage.version(self._book.published)
+            try:
+                report = await self._leases.synced(partial(self._sync.sync, version, only=stale))
+            except EngineError as error:
+                self._log(str(error))
+                return False
+            finally:
+                await self._monitor.carry_out()
+        self._log(report.line())
+        return not report.failed
 
     @asynccontextmanager
     async def stale_engines_meanwhile(self) -> AsyncIterator[None]:
@@ -109,44 +144,18 @@ class WeightUpdates:
 
     # -- the rest is private
 
-    async def _try_update(self, step: int, *, may_differ: bool) -> SyncReport | None:
-        """None when no engine took the weights, for reasons that may pass."""
-        async with self._lock:
-            version = self._book.begin(step)
-            try:
-                report = await self._leases.synced(partial(self._sync.sync, version, check_all=self._check_all))
-            except WeightSyncFailed as error:
-                if error.values_differ and not may_differ:
-                    raise
-                self._differed = error.values_differ
-                self._log(str(error))
-                return None
-            finally:
-                await self._monitor.carry_out()
-            self._book.publish(step)
-            return report
-
     async def _resync_stale(self) -> None:
         while True:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), RESYNC_SECONDS)
             async with self._lock:
                 await self._compare_as_asked()
-            stale = {member.url for member in self._fleet.members(State.STALE) if member.takes_weights}
-            if not stale or self._book.published is None:
-                continue
-            async with self._lock:
-                version = self._book.lineage.version(self._book.published)
-                try:
-                    report = await self._leases.synced(partial(self._sync.sync, version, only=stale))
-                    self._log(report.line())
-                    failed = bool(report.failed)
-                except Exception as error:  # of a rank: the driver meets it by itself
-                    self._log(str(error) if isinstance(error, RltoolError) else f"{type(error).__name__}: {error}")
-                    failed = True
-                finally:
-                    await self._monitor.carry_out()
-            if failed:
+            try:
+                reached = await self.resync()
+            except Exception as error:  # of a rank: the driver meets it by itself
+                self._log(str(error) if isinstance(error, RltoolError) else f"{type(error).__name__}: {error}")
+                reached = False
+            if not reached:
                 await asyncio.sleep(self._fleet.policy.probe_seconds)
 
     async def _compare_as_asked(self) -> None:

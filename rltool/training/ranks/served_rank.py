@@ -14,7 +14,7 @@ from rltool.checkpoints import manifest as manifests
 from rltool.checkpoints.hf_export import export_hf
 from rltool.checkpoints.peft_format import is_peft, write_adapter_files
 from rltool.checkpoints.saving import CheckpointSaver
-from rltool.checkpoints.torch_dist import load_adapters, load_checkpoint, load_weights
+from rltool.checkpoints.torch_dist import load_adapters, load_checkpoint, load_weights, read_weights
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.megatron.served import ServedModel
@@ -33,8 +33,12 @@ class ServedRank:
         if self._model.drop(name):
             load_weights(self._model, self._base)
 
-    def use(self, name: str) -> None:
-        self._model.use(name)
+    def put_in(self, directory: Path) -> None:
+        """Weights that engines are sent in place of the model's, until `put_back`."""
+        self._model.put_in(lambda: read_weights(self._model, directory))
+
+    def put_back(self) -> None:
+        self._model.put_back()
 
     def logprobs(self, micro_batches: list[TrainBatch], name: str) -> list[Tensor] | None:
         """As MegatronTrainer.compute_logprobs."""

@@ -21,6 +21,7 @@ VOCAB = 16
 class PlainTrainer(ServedTrainer):
     def __init__(self) -> None:
         self.models: dict[str, dict[str, torch.Tensor]] = {}
+        self.held: torch.Tensor | None = None
 
     def create(self, name: str, adapter: AdapterSpec | None, seed: int) -> None:
         if name in self.models:
@@ -69,11 +70,13 @@ class PlainTrainer(ServedTrainer):
             held |= {each: torch.zeros_like(held["weights"]) for each in ("mean", "square")}
         self._model(name).update(held | {"gradient": torch.zeros_like(held["weights"])})
 
-    def export_adapter(self, name: str, directory: Path) -> None:
-        raise UsageError(f"model {name!r} has no adapter")
+    def put_in(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise UsageError(f"{directory} is not there")
+        self.held = torch.load(directory / "state.pt", weights_only=True)["weights"]
 
-    def sync(self, name: str) -> int:
-        raise UsageError("there are no engines")
+    def put_back(self) -> None:
+        self.held = None
 
     def drop(self, name: str) -> None:
         del self.models[name]

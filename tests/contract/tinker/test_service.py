@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
@@ -23,14 +27,17 @@ from rltool.engines.run_client import SERVED_ROLE
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
+from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import SampleRequest
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
-from rltool.tinker.wire import SampleOutput
+from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
+from rltool.training.served import StepOutput
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import forward_proto
+from tests.e2e.engines import clients_python
 
 
 class Endless:
@@ -38,7 +45,7 @@ class Endless:
 
     max_model_len = 8
 
-    async def sample(self, asked: SampleRequest, adapter: Path | None) -> SampleOutput:
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -212,6 +219,48 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
             await forward(service, "a", model, 1, seed=1)
 
     asyncio.run(case())
+
+
+def test_two_calls_of_one_number_at_once_are_one_and_a_refusal_and_a_call_without_a_number_is_refused(tmp_path):
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        model = await model_of(service, "a")
+        step = {"model_id": model, "seq_id": 7, "adam_params": {}}
+        calls = forward(service, "a", model, 7), service.optim_step("a", step)
+        both = await asyncio.gather(*calls, return_exceptions=True)
+        assert sorted(type(each).__name__ for each in both) == ["Call", "UsageError"]
+        with pytest.raises(UsageError, match="seq_id is None, expected an integer: it makes a repetition known"):
+            await service.optim_step("a", {"model_id": model, "adam_params": {}})
+
+    asyncio.run(case())
+
+
+def test_an_unloaded_model_leaves_the_others_as_they_are_and_zero_weights_change_nothing(tmp_path):
+    async def case(unloads: bool) -> torch.Tensor:
+        service, trainer = make(tmp_path / str(unloads))
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "base_model": "base"}
+        names = [f"{session}:train:{i}" for i in range(2)]
+        for i in range(2):
+            await service.create_model("a", body | {"model_seq_id": i, "lora_config": {"rank": 1, "seed": i}})
+        for seq, weight in enumerate((1.0, 0.0), 1):
+            for name in names[: 2 if unloads else 1]:
+                weights = {"weights": [weight] * 3} if unloads or weight else {}
+                proto = forward_proto(name, seq, tokens=[1, 2, 3], targets=[2, 3, 5], **weights)
+                if weights:
+                    kept = {"proto": base64.b64encode(proto).decode()}
+                    await service.on_model("a", "forward_backward", name, seq, kept)
+        if unloads:
+            await service.unload_model("a", {"model_id": names[1]})
+        call = await service.optim_step("a", {"model_id": names[0], "seq_id": 3, "adam_params": {"learning_rate": 0.1}})
+        assert "metrics" in (await service.result("a", call.number, 5) or {})
+        running.cancel()
+        await asyncio.wait({running})
+        assert set(trainer.models) == {names[0], *([] if unloads else names[1:])}
+        return trainer.models[names[0]]["weights"]
+
+    assert torch.equal(asyncio.run(case(True)), asyncio.run(case(False)))
 
 
 def test_clients_take_turns_and_each_models_calls_keep_their_order(tmp_path, monkeypatch):
@@ -538,11 +587,206 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert shown["a"] == ["1", "0", "0"] and ["served trainer lab: waits for calls"] in rows
 
 
+def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
+    service, trainer = make(tmp_path, models=1)
+    server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
+
+    async def scenario() -> None:
+        running = asyncio.create_task(service.run())
+        session = await service.open_session("a")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        model = (await service.create_model("a", body)).model
+        await forward(service, "a", model, 1)
+        await save(service, model, 2, "kept")
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
+                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
+                    return reply.status, await reply.json()
+
+            assert (await ask("GET", "sessions")) == (200, {"sessions": [session]})
+            assert (await ask("GET", f"sessions/{session}"))[1] == {"training_run_ids": [model], "sampler_ids": []}
+            assert (await ask("POST", f"sessions/{session}/finish", {}, "tml-b"))[0] == 404
+            for reason in ("success", "interrupted"):  # again, as where an answer was lost
+                finish = {"reason": {"type": reason}, "detail": None}
+                assert (await ask("POST", f"sessions/{session}/finish", finish))[0] == 200
+            promised = (await ask("POST", "unload_model", {"model_id": model}))[1]  # a repetition too
+            assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
+        assert not trainer.models and service.models() == {}
+        for refused in (service.create_model("a", body | {"model_seq_id": 1}), service.open_sampler("a", body)):
+            with pytest.raises(UsageError, match="is finished|not supported"):
+                await refused
+        with pytest.raises(UsageError, match="is unloaded; make another"):
+            await forward(service, "a", model, 3)
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        again, trainer_again = make(tmp_path, models=1)
+        running = asyncio.create_task(again.run())
+        body = {"session_id": await again.open_session("a"), "model_seq_id": 0, "optimizer": True}
+        made = await again.load_weights("a", body | {"path": f"tinker://{model}/weights/kept"})
+        assert (await again.result("a", made.number, 5) or {})["type"] == "load_weights"
+        assert list(trainer_again.models) == [made.model]
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("most", "rank", "message"),
+    [
+        (8, 0, "takes adapters up to rank 8, and one that is started with --lora-rank 0 trains all weights"),
+        (8, 9, "takes adapters up to rank 8"), (0, 4, "trains all weights: ask for rank 0"), (8, -1, "at least 0"),
+    ],
+)  # fmt: skip
+def test_ranks_that_the_server_does_not_train_are_refused_and_another_kind_of_model_at_its_start(
+    tmp_path, most, rank, message
+):
+    async def case() -> None:
+        service, _ = make(tmp_path, rank=most)
+        session = await service.open_session("a")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        with pytest.raises(UsageError, match=message):
+            await service.create_model("a", body | {"lora_config": {"rank": rank}})
+        await service.create_model("a", body | {"lora_config": {"rank": most}})
+        service.close()
+
+    asyncio.run(case())
+    what = "an adapter" if most else "all weights"
+    with pytest.raises(UsageError, match=f"trains {what}, and --lora-rank is"):
+        make(tmp_path, rank=0 if most else 8)
+
+
+class Engines:
+    """In place of PolicyEngines: what they hold is what the trainer holds when they are sent it."""
+
+    def __init__(self, trainer: PlainTrainer, fresh: torch.Tensor) -> None:
+        self.trainer, self.now = trainer, fresh
+        self.sent, self.fails, self.weights, self.engines, self.fleet = [], 0, self, self, self
+        self.policy, self.probe_seconds, self.guard = self, 0.001, self
+
+    async def attempt(self, step: int) -> Any:
+        if self.fails:
+            self.fails -= 1
+            return None
+        weights = self.trainer.held if self.trainer.held is not None else self.now
+        await asyncio.sleep(0)
+        self.sent.append((step, float(weights[0, 0])))
+        return SimpleNamespace(line=lambda: "sent")
+
+    async def start(self) -> None: ...
+    async def close(self) -> None: ...
+    async def leave(self) -> dict[str, str]:
+        return {}
+
+    def log(self, line: str) -> None: ...
+    def check(self) -> None: ...
+    def members(self, *_: Any) -> tuple[Any, ...]:
+        return ()
+
+
+def test_requests_of_different_weights_take_turns_at_the_engines_and_none_runs_beside_another(tmp_path):
+    async def case() -> None:
+        service, trainer = make(tmp_path / "served")
+        running = asyncio.create_task(service.run())
+        paths = [tmp_path / name for name in ("base", "one", "two")]
+        for number, path in enumerate(paths):
+            path.mkdir()
+            torch.save({"weights": torch.full((1, 1), float(number))}, path / "state.pt")
+        engines = Engines(trainer, torch.full((1, 1), 9.0))
+        held = PublishedWeights(engines, trainer, service, paths[0])
+        inside: list[int] = []
+        most: list[int] = []
+
+        async def request(number: int) -> None:
+            async with held.using(paths[number] if number else None):
+                inside.append(number)
+                assert set(inside) == {number}, "of one version at a time"
+                assert engines.sent[-1][1] == number and trainer.held is None
+                most.append(len(inside))
+                await asyncio.sleep(0.002)
+                inside.remove(number)
+
+        await asyncio.gather(*(request(number) for number in (0, 1, 0, 2, 1, 0, 2, 2)))
+        assert [number for _, number in engines.sent] == [0, 1, 2] and max(most) == 3
+        assert [step for step, _ in engines.sent] == [1, 2, 3]
+        engines.fails = 2  # none takes them; the same version is tried again
+        await request(1)
+        assert engines.sent[3:] == [(4, 1.0)]
+        cancelled = asyncio.create_task(request(2))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        await request(1)
+        with pytest.raises(UsageError, match="none is not there"):
+            async with held.using(tmp_path / "none"):
+                pass
+        service.fresh = paths[2]
+        async with held.using(paths[2]):
+            assert engines.sent[-1][1] == 9.0, "the ranks' own, where they are those that were saved"
+        await held.close()
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(case())
+
+
+def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
+    theirs = set(of_the_client("routes"))
+    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
+    rows = re.findall(r"^\| `([A-Z]+ \S+)`", page, re.MULTILINE)
+    ours = [re.sub("{[^}]*}", "{}", row.replace("/weights/{name}", "/{name}")) for row in rows]
+    assert len(ours) == len(set(ours)), "a route is in one of the tables, once"
+    assert set(ours) - theirs == {"POST unload_model"}, "the client still has the types of its answer"
+    assert theirs <= set(ours)
+
+
+def of_the_client(*arguments: str) -> Any:
+    command = [str(clients_python()), str(Path(__file__).with_name("client_package.py")), *arguments]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+
+
+def test_the_released_client_reads_what_is_encoded_here_and_what_it_encodes_is_read(tmp_path):
+    sequences = (SampledTokens((1, 2, 3), (-0.5, -1.25, -2.0), "stop"), SampledTokens((7,), (-0.125,), "length"))
+    prompt, nan = np.array([np.nan, -0.25], np.float32), float("nan")
+    ids, logprobs = np.array([[-1, -1], [11, 12], [13, -1]]), np.array([[nan, nan], [-0.5, -1.0], [-0.25, nan]])
+    table = Topk(ids, np.where(ids < 0, -np.inf, logprobs))
+    none = Topk(ids[:1], np.full((1, 2), -np.inf))
+    written = {
+        "samples-plain": SampleOutput(sequences), "samples-prompt": SampleOutput(sequences[:1], prompt),
+        "samples-topk": SampleOutput(sequences[:1], prompt, table), "samples-none": SampleOutput((), prompt[:1], none),
+    }  # fmt: skip
+    for name, output in written.items():
+        (tmp_path / name).write_bytes(encode_samples(output))
+    rows = tuple(np.array(each, np.float32) for each in ([-0.5, -0.25, -1.0], [-2.0]))
+    output = StepOutput(rows, tuple(-each for each in rows), {"loss_sum": 3.75, "num_tokens": 4.0})
+    (tmp_path / "output").write_bytes(encode_output(output))
+    read = of_the_client("wire", str(tmp_path))
+    assert read["samples-plain"] == {
+        "sequences": [[[1, 2, 3], [-0.5, -1.25, -2.0], "stop"], [[7], [-0.125], "length"]], "prompt": None,
+        "topk": None,
+    }  # fmt: skip
+    assert read["samples-prompt"]["prompt"] == [None, -0.25] and read["samples-prompt"]["topk"] is None
+    assert read["samples-topk"]["topk"] == [None, [[11, -0.5], [12, -1.0]], [[13, -0.25]]]
+    assert read["samples-none"] == {"sequences": [], "prompt": [None], "topk": [None]}
+    shown, metrics = read["output"]
+    assert [each["logprobs"] for each in shown] == [[-0.5, -0.25, -1.0], [-2.0]]
+    assert shown[1]["elementwise_loss"] == [2.0] and metrics["loss:sum"] == 3.75
+    request = decode_forward((tmp_path / "request").read_bytes())
+    assert (request.model, request.seq, request.loss, request.backward) == ("m", 7, "ppo", True)
+    [datum] = request.data
+    assert datum.tokens.tolist() == [1, 2, 3] and datum.targets.tolist() == [2, 3, 4]
+    assert datum.inputs["weights"].tolist() == [1.0, 0.5, 0.0] and request.settings == {"clip_low_threshold": 0.5}
+    with pytest.raises(UsageError, match="is not a ForwardBackwardRequest"):
+        decode_forward(b"\xff\xfe no message")
+
+
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):
     service, _ = make(tmp_path)
     samples = Samples(Endless(), vocab_size=10, most=1)
     app = TinkerServer(service, {"a": "tml-a"}, samples=samples).app()
     routes = {f"{route.method} {route.resource.canonical}" for route in app.router.routes() if route.method != "HEAD"}
-    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text().partition("Answered with 404")[0]
     table = {f"{method} {PREFIX}{path}" for method, path in re.findall(r"^\| `([A-Z]+) (\S+)`", page, re.MULTILINE)}
     assert routes - {"GET /health", "* /{path}"} == table
