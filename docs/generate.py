@@ -425,17 +425,17 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST telemetry", "read and dropped", TRAINS),
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
-     "says; rank 0 (all weights) with `--lora-rank 0`", FULL),
-    ("POST unload_model", "makes room for another; the client (0.38) has the answer's type, and no method", FULL),
+     f"says; rank 0 (all weights) with `--lora-rank 0`: `{FULL}`", TRAINS),
+    ("POST unload_model", "makes room for another; the client (0.38) has the answer's type, and no method", FINISHED),
     ("POST get_info", "", OWN_LOOP),
     ("POST forward_backward", "protobuf; also forward alone; " + ", ".join(f"`{name}`" for name in LOSSES)
      + "; own losses by `forward_backward_custom`", CUSTOM),
     ("POST optim_step", "AdamW, its parameters by call", TRAINS),
-    ("POST save_weights", "with time to live", EXPIRY),
+    ("POST save_weights", "with time to live", TRAINS),
     ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
      "`tinker://shared/weights/NAME`", OWN_LOOP),
-    ("POST retrieve_future", "long poll", KILLED),
-    ("POST save_weights_for_sampler", "by path, or for one sampling client", SAMPLES),
+    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`", TRAINS),
+    ("POST save_weights_for_sampler", "by path, with time to live, or for one sampling client", SAMPLES),
     ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),
     ("GET samplers/{sampler}", "", SAMPLES),
     ("POST asample", "prompt log-probabilities, `topk_prompt_logprobs`, `topk_sample_logprobs`, `stop`, `seed`, "
@@ -450,10 +450,10 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("GET checkpoints", "of all models", TRAINS),
     ("POST weights_info", "", TRAINS),
     (f"DELETE {CHECKPOINTS}/weights/{{name}}", "", TRAINS),
-    (f"PUT {CHECKPOINTS}/weights/{{name}}/ttl", "", EXPIRY),
+    (f"PUT {CHECKPOINTS}/weights/{{name}}/ttl", f"over a restart: `{EXPIRY}`", TRAINS),
 )
-"""Method and path behind /api/v1/, what is served of it, the test that calls it with the released client or the
-journal of its calls. tests/contract/tinker compares them with the server's routes."""
+"""Method and path behind /api/v1/, what is served of it, a test that calls it; that it does is checked where it runs
+(tests/contract/tinker/tested_by.py). tests/contract/tinker compares them with the server's routes."""
 
 NOT_SERVED = (
     ("POST auth/token", "keys are sent as they are"),

@@ -258,6 +258,7 @@ class Service:
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
         """A session for sampling from saved weights, or from the base model."""
         _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
+        await self.expire()
         session = self._open_session(client, body.get("session_id"))
         name = _sampling_session(session, body.get("sampling_session_seq_id"))
         if body.get("base_model") not in (None, self.base_model):

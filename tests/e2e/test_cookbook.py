@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -115,7 +116,7 @@ class Kitchen:
     def _say(self, name: str, *words: str) -> str:
         environment = {
             "PATH": os.environ["PATH"], "HOME": str(self.root), "TINKER_API_KEY": self.key, "TINKER_TELEMETRY": "0",
-            "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "http://127.0.0.1:9", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         out = self.root / f"{name}.out"
         with out.open("wb") as file:
@@ -161,7 +162,7 @@ def kitchen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kitchen]:
 @pytest.fixture(scope="module")
 def learned(kitchen: Kitchen) -> list[dict[str, Any]]:
     """Of sl_loop: half of the answers that it learns are right."""
-    return kitchen.run("sl_loop", "sl", batch_size=16, learning_rate=1e-2, lora_rank=16, save_every=5)
+    return kitchen.run("sl_loop", "sl", batch_size=16, learning_rate=1e-2, lora_rank=16, save_every=3)
 
 
 def check_of_numerics(step: dict[str, Any]) -> None:
@@ -174,16 +175,15 @@ def check_of_numerics(step: dict[str, Any]) -> None:
 @pytest.mark.long
 def test_sl_loop_learns_answers_and_its_checkpoints_are_there(kitchen, learned):
     losses = [step["train_mean_nll"] for step in learned]
-    print(losses)
     assert len(losses) == 16 and losses[0] > 3
     assert max(losses[-3:]) < 0.3  # which of two answers it is cannot be learned: log(2) in ten tokens
     saved = kitchen.checkpoints("sl")
-    assert [(each["name"], each["batch"]) for each in saved] == [("000005", 5), ("000010", 10), ("000015", 15), ("final", 16)]
-    assert saved[-1]["sampler_path"].startswith("tinker://") and saved[-1]["sampler_path"].endswith("/sampler_weights/final")
+    assert [(each["name"], each["batch"]) for each in saved] == [(f"{i:06}", i) for i in range(3, 16, 3)] + [("final", 16)]
+    assert re.fullmatch("tinker://.+/sampler_weights/final", saved[-1]["sampler_path"])
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("loss", ["importance_sampling", "gspo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", "cispo"])
 def test_rl_loop_goes_on_from_there_and_its_reward_rises(kitchen, learned, loss):
     log = kitchen.root / f"rl-{loss}"
     write_rows(log / "checkpoints.jsonl", [kitchen.checkpoints("sl")[-1] | {"batch": 0}])
@@ -192,7 +192,6 @@ def test_rl_loop_goes_on_from_there_and_its_reward_rises(kitchen, learned, loss)
         loss_fn=loss, save_every=3,
     )  # fmt: skip
     rewards = [step["reward/total"] for step in steps]
-    print(rewards)
     assert 0.1 < rewards[0] < 0.8
     assert min(rewards[-2:]) > 0.9
     assert [each["name"] for each in kitchen.checkpoints(log.name)[1:]] == ["000003", "000006", "final"]
@@ -204,24 +203,24 @@ def test_dpo_comes_to_prefer_what_was_chosen(kitchen, learned):
         "preference.dpo.train", "dpo", dataset="hhh", learning_rate=1e-3, lr_schedule="constant", batch_size=8,
         max_length=256, max_steps=8, load_checkpoint_path=kitchen.checkpoints("sl")[-1]["state_path"],
     )  # fmt: skip
-    print([(step["dpo_loss"], step["accuracy"]) for step in steps])
     # Trainer and engines have the same weights then: it is the logarithm of 2 as far as their log-probabilities agree.
     assert steps[0]["dpo_loss"] == pytest.approx(math.log(2), abs=EXACT)
     assert steps[-1]["dpo_loss"] < 0.5 and steps[-1]["accuracy"] == 1
-    assert steps[-1]["chosen_reward"] > 0 > steps[-1]["rejected_reward"]
+    assert steps[-1]["margin"] > 1 and steps[-1]["rejected_reward"] < -1
     [saved] = kitchen.checkpoints("dpo")
     assert {"state_path", "sampler_path"} <= set(saved)
 
 
 @pytest.mark.long
 def test_on_policy_distillation_comes_near_its_teacher_and_samples_as_it_trains(kitchen, learned):
+    student, teacher = kitchen.checkpoints("sl")[0], kitchen.checkpoints("sl")[-1]
     steps = kitchen.run(
         "distillation.on_policy_distillation", "distilled", dataset="deepmath", teacher_model=MODEL,
-        teacher_checkpoint=kitchen.checkpoints("sl")[-1]["sampler_path"], groups_per_batch=8, group_size=4,
-        learning_rate=1e-2, lora_rank=16, max_tokens=12, max_steps=12, save_every=5, eval_every=0, compute_post_kl=True,
+        teacher_checkpoint=teacher["sampler_path"], load_checkpoint_path=student["state_path"], groups_per_batch=8,
+        group_size=4, learning_rate=3e-3, lora_rank=16, max_tokens=12, max_steps=12, save_every=5, eval_every=0,
+        compute_post_kl=True,
     )  # fmt: skip
-    print([step["teacher_kl"] for step in steps])
-    assert max(step["teacher_kl"] for step in steps[-2:]) < 0.6 * steps[0]["teacher_kl"]
+    assert max(step["teacher_kl"] for step in steps[-2:]) < 0.5 * steps[0]["teacher_kl"]
     for step in steps:
         check_of_numerics(step)
     assert [each["name"] for each in kitchen.checkpoints("distilled")] == ["000005", "000010", "final"]
@@ -234,8 +233,9 @@ def test_the_cookbooks_checks_of_numerics_find_none_between_engines_and_trainer(
         max_tokens=64, max_trajectory_tokens=3000, task__num_pages_min=1, task__num_pages_max=2, task__page_chars=200,
         max_steps=3, save_every=0,
     )  # fmt: skip
-    assert len(steps) == 3
-    for step in steps:
+    trained = [step for step in steps if "optim/entropy" in step]
+    assert len(trained) == 3
+    for step in trained:
         check_of_numerics(step)
     compared = kitchen.result("compared", MODEL, Path(__file__).read_text()[:1500])
     assert compared["mse"] < EXACT**2 and compared["begun"] - compared["trained"] > 1

@@ -16,6 +16,9 @@ from rltool.tinker.service import Limits, Service
 from tests.e2e.megatron_models import VOCAB
 from tests.e2e.served_ranks import served
 
+WATCH_KEY = "the-run"
+"""Of `/status`."""
+
 
 def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
     place = SimpleNamespace(rank=0, world_size=1, port=0)
@@ -24,7 +27,7 @@ def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
         async def run() -> None:
             service = Service(Path(directory), trainer, name, limits=Limits(in_flight=32), snapshot_every=4)
             samples = None if name == "tiny" else Samples(cast(Samplers, None), vocab_size=VOCAB, most=1)
-            server = TinkerServer(service, read_keys(Path(keys)), samples=samples, poll_seconds=1)
+            server = TinkerServer(service, read_keys(Path(keys)), samples=samples, poll_seconds=1, watched_by=("tests", WATCH_KEY))
             await serve(server, service, "127.0.0.1", int(port))
 
         asyncio.run(run())

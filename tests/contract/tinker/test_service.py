@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,22 @@ from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward
 from rltool.training.served import StepOutput
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import forward_proto
+from tests.contract.tinker.tested_by import check_called
 from tests.e2e.engines import clients_python
+
+
+@pytest.fixture(autouse=True)
+def calls_what_the_docs_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    servers: list[TinkerServer] = []
+    app = TinkerServer.app
+
+    def noted(server: TinkerServer) -> Any:
+        servers.append(server)
+        return app(server)
+
+    monkeypatch.setattr(TinkerServer, "app", noted)
+    yield
+    check_called(request.node.name, {}, sum((server.requests for server in servers), Counter()))
 
 
 class Endless:
@@ -413,6 +429,49 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
         monkeypatch.setattr(service_module.time, "time", lambda: now + 7300)
         await service.expire()
         assert set(names(service, model)) == {"kept", "after"}
+        service.close()
+
+    asyncio.run(case())
+
+
+def test_weights_for_sampling_go_when_their_time_is_over_and_no_restart_brings_them_back_for_good(tmp_path, monkeypatch):
+    async def case() -> None:
+        service, _ = make(tmp_path, checkpoints=2)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+
+        async def publish(seq: int, name: str, **more: Any) -> None:
+            body = {"model_id": model, "seq_id": seq, "path": name, **more}
+            call = await service.save_weights_for_sampler("a", body)
+            assert (await service.result("a", call.number, 5) or {})["path"] == f"tinker://{model}/sampler_weights/{name}"
+
+        def there() -> set[str]:
+            return {each.name for each in (tmp_path / "samplers" / model).iterdir()}
+
+        await publish(1, "brief", ttl_seconds=3600)
+        await publish(2, "kept")
+        with pytest.raises(UsageError, match="the most that a client may have"):
+            await publish(3, "more")
+        with pytest.raises(UsageError, match="ttl_seconds is 5"):
+            await publish(3, "more", ttl_seconds=5)
+        now = service_module.time.time()
+        monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
+        session = model.partition(":")[0]
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "model_path": f"tinker://{model}/sampler_weights/"}
+        with pytest.raises(Refused, match="there are no weights"):
+            await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "brief"})
+        assert await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "kept"})
+        await publish(3, "more")  # what is gone does not count
+        assert there() == {"kept", "more"}
+        with pytest.raises(UsageError, match="a name is given once"):
+            await publish(4, "brief")
+        running.cancel()
+        service.close()
+        service, _ = make(tmp_path, checkpoints=2)
+        with pytest.raises(UsageError, match="the most that a client may have"):
+            await publish(4, "again")
+        await service.expire()
+        assert there() == {"kept", "more"}
         service.close()
 
     asyncio.run(case())
