@@ -178,7 +178,8 @@ def test_sl_loop_learns_answers_and_its_checkpoints_are_there(kitchen, learned):
     assert len(losses) == 16 and losses[0] > 3
     assert max(losses[-3:]) < 0.3  # which of two answers it is cannot be learned: log(2) in ten tokens
     saved = kitchen.checkpoints("sl")
-    assert [(each["name"], each["batch"]) for each in saved] == [(f"{i:06}", i) for i in range(3, 16, 3)] + [("final", 16)]
+    named = [(f"{step:06}", step) for step in range(3, 16, 3)]
+    assert [(each["name"], each["batch"]) for each in saved] == [*named, ("final", 16)]
     assert re.fullmatch("tinker://.+/sampler_weights/final", saved[-1]["sampler_path"])
 
 

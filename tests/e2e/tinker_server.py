@@ -27,7 +27,9 @@ def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
         async def run() -> None:
             service = Service(Path(directory), trainer, name, limits=Limits(in_flight=32), snapshot_every=4)
             samples = None if name == "tiny" else Samples(cast(Samplers, None), vocab_size=VOCAB, most=1)
-            server = TinkerServer(service, read_keys(Path(keys)), samples=samples, poll_seconds=1, watched_by=("tests", WATCH_KEY))
+            server = TinkerServer(
+                service, read_keys(Path(keys)), samples=samples, poll_seconds=1, watched_by=("tests", WATCH_KEY)
+            )
             await serve(server, service, "127.0.0.1", int(port))
 
         asyncio.run(run())

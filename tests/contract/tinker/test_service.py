@@ -434,7 +434,7 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
     asyncio.run(case())
 
 
-def test_weights_for_sampling_go_when_their_time_is_over_and_no_restart_brings_them_back_for_good(tmp_path, monkeypatch):
+def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tmp_path, monkeypatch):
     async def case() -> None:
         service, _ = make(tmp_path, checkpoints=2)
         running = asyncio.create_task(service.run())
