@@ -42,7 +42,7 @@ def check_advantage_function(
     problems: list[str] = []
     found = _called(path, lambda: function(batch, algorithm), _tensors(batch), problems)
     if _is_tensor(found, [(batch.num_samples,), tuple(batch.tokens.shape)], problems):
-        # Turned by one, no group that is cut by position keeps its members.
+        # Rotated by one, a function that takes groups by position instead of by id gives other values.
         order = [*range(1, batch.num_samples), 0]
         turned = batch.select(order)
         if not _close(

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from rltool.engines.dialects.table import dialect
 from rltool.errors import RltoolError
 from rltool.processes.gpus import visible_gpus
 from rltool.terminal import Console, write_line
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from rltool.models.base import FamilyDefinition
 
 CUTS = {"tp": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-ENGINES = {"vllm": "vLLM", "sglang": "SGLang"}
 
 
 class ModelsDiffer(RltoolError):
@@ -136,7 +136,7 @@ def facts(family: FamilyDefinition) -> dict[str, Any]:
         "special": family.special,
         "refuses": family.refuses,
         "layouts": [CUTS[cut] for cut in family.layouts],
-        "engines": [ENGINES[engine] for engine in family.engines],
+        "engines": [dialect(engine).label for engine in family.engines],
         "no_sglang": family.no_sglang,
     }
 

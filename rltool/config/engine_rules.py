@@ -42,7 +42,7 @@ def check_engines(config: Sections) -> None:
         )
     check_groups(config)
     if engines.shares_gpus:
-        check_turns(config)
+        check_colocated(config)
 
 
 def check_fp8(config: Sections) -> None:
@@ -65,7 +65,7 @@ def check_fp8(config: Sections) -> None:
             raise ValueError(f"{what} sets {decided[0]} of group {group.name!r} itself; leave it out of flags")
 
 
-def check_turns(config: Sections) -> None:
+def check_colocated(config: Sections) -> None:
     """What engines on the trainer's own GPUs cannot do: work while it trains, or take weights from GPU to GPU."""
     if config.rollout.max_staleness:
         raise ValueError(
@@ -74,10 +74,10 @@ def check_turns(config: Sections) -> None:
             'max_staleness at 0, or give the engines GPUs of their own with engines.mode = "managed"'
         )
     for rule, weights in config.weights.variants():
-        _check_weights_in_turns(weights, rule, config.trainer.device)
+        _check_colocated_weights(weights, rule, config.trainer.device)
 
 
-def _check_weights_in_turns(weights: WeightsConfig, rule: EngineWeights | None, device: str) -> None:
+def _check_colocated_weights(weights: WeightsConfig, rule: EngineWeights | None, device: str) -> None:
     if weights.staged:
         raise ValueError(
             f'{_setting("staged", rule)} and engines.mode = "colocate" contradict each other: engines that sleep '

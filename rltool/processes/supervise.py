@@ -1,4 +1,4 @@
-"""Keeping processes company: a group that leaves nothing behind, and a foreground in which the first failure wins."""
+"""Groups of child processes: one that leaves none behind, and a foreground that ends with its first failure."""
 
 from __future__ import annotations
 

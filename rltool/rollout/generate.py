@@ -7,6 +7,7 @@ computes the prompt once.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -133,7 +134,7 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
             request_id=uuid.uuid4().hex,
             n=len(group),
             seed=first.seed,
-            pictures=_pictures(first),
+            pictures=await _pictures(first),
         )
         for sample, completion in zip(group, await _ask(first, request, context), strict=True):
             sample.append_response_tokens(completion)
@@ -144,7 +145,7 @@ async def generate_group(group: list[Sample], context: GenerateContext) -> None:
 
 async def _generate_one(sample: Sample, context: GenerateContext) -> None:
     request = GenerateRequest(
-        tuple(sample.prompt_ids), context.sampling, uuid.uuid4().hex, seed=sample.seed, pictures=_pictures(sample)
+        tuple(sample.prompt_ids), context.sampling, uuid.uuid4().hex, seed=sample.seed, pictures=await _pictures(sample)
     )
     [completion] = await _ask(sample, request, context)
     sample.append_response_tokens(completion)
@@ -176,7 +177,7 @@ async def continue_response(sample: Sample, context: GenerateContext) -> None:
             seed=hash31("continue", sample.seed, len(sample.response_ids), attempt),
             continues=len(sample.response_ids),
             session=sample.session,
-            pictures=_pictures(sample),
+            pictures=await _pictures(sample),
         )
         [completion] = await _ask(sample, request, context)
         sample.append_response_tokens(completion)
@@ -194,12 +195,12 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
     return completions
 
 
-def _pictures(sample: Sample) -> tuple[Picture, ...]:
+async def _pictures(sample: Sample) -> tuple[Picture, ...]:
     if not sample.picture_places:
         return ()
     from rltool.rollout.pictures import for_engine  # needs torch, which gateways do without
 
-    return for_engine(sample.multimodal_inputs, sample.picture_places)
+    return await asyncio.to_thread(for_engine, sample.multimodal_inputs, sample.picture_places)
 
 
 def check_prompt(sample: Sample, vocab_size: int) -> None:

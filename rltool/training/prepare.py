@@ -50,7 +50,7 @@ from rltool.training.evaluations import is_due
 from rltool.training.observe.loggers import check_loggers
 from rltool.training.ranks.profiling import check_recording
 from rltool.training.sources import BatchSource, FakeRollouts, RecordedRollouts
-from rltool.weights.residency import check_residency
+from rltool.weights.sleep import check_can_sleep
 
 ASK_AGAIN_SECONDS = 15.0
 """Between two looks at engines that a run which was restarted by itself waits for."""
@@ -252,8 +252,8 @@ def with_engines(prepared: Prepared, started: Mapping[str, ModelEndpoints]) -> P
     beside = {name: entry for name, entry in started.items() if name != POLICY}
     models = {**prepared.models, **probe_models(config, beside)}
     if config.engines.shares_gpus:
-        check_residency(fleet.infos, prepared.device, updated=config.weights.lora_sync == "merged")
+        check_can_sleep(fleet.infos, prepared.device, updated=config.weights.lora_sync == "merged")
         for name in beside:
             from_disk = models[name].from_disk
-            check_residency(models[name].infos, prepared.device, updated=False, from_disk=from_disk)
+            check_can_sleep(models[name].infos, prepared.device, updated=False, from_disk=from_disk)
     return replace(prepared, loaded=with_difference_limit(prepared.loaded, fleet), fleet=fleet, models=models)

@@ -33,8 +33,8 @@ from rltool.weights.connections import STEP_SHARE, Connection, Connections, Trai
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import while_alive
 from rltool.weights.memory import NONE
-from rltool.weights.residency import SharedGpus
 from rltool.weights.send.sender import SendReport
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
 from rltool.weights.verify.values import ValueCheck
@@ -165,9 +165,9 @@ class AdapterSync:
     async def _wake(self, member: Member) -> None:
         """One on the trainer's GPUs, which has kept its model and its adapters on the host, goes on."""
         assert self.gpus is not None, "no other engine sleeps"
-        residency, resume = self.gpus.residency(member.info), controls(member.endpoint.dialect or "").resume()
+        sleep, resume = self.gpus.sleep_of(member.info), controls(member.endpoint.dialect or "").resume()
         started = time.perf_counter()
-        await self.calls.run(member.endpoint, [*residency.weights_back(), *residency.caches_back(), *resume])
+        await self.calls.run(member.endpoint, [*sleep.wake_weights(), *sleep.wake_caches(), *resume])
         self._woken[member.url] = time.perf_counter() - started
 
     async def _update(self, member: Member, version: WeightVersion, sending: Sending) -> None:

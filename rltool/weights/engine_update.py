@@ -27,8 +27,8 @@ from rltool.processes.tasks import beside
 from rltool.weights.connections import STEP_SHARE, Connection, Connections, Ranks
 from rltool.weights.engine_calls import EngineCalls, named_deadline
 from rltool.weights.liveness import CHECKS_MISSED, EngineSilent, while_alive
-from rltool.weights.residency import SharedGpus
 from rltool.weights.send.sender import SendReport
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.transport import OneRequestControl, PausingControl, ReceiverControl, Rendezvous
 
 REASON_SECONDS = 5.0
@@ -324,7 +324,7 @@ class EngineUpdate:
     def _stop(self) -> list[HttpRequest]:
         """Before an update: an engine that is asleep stands still already."""
         if self.plan.gpus is not None and self.is_asleep:
-            return self.plan.gpus.residency(self.engine.info).weights_back()
+            return self.plan.gpus.sleep_of(self.engine.info).wake_weights()
         if self._pausing is not None:
             return self._pausing.pause()
         return controls(self.endpoint.dialect or "").pause(self._pause_mode)
@@ -333,7 +333,7 @@ class EngineUpdate:
         """After it, however the update ended: a half-awake engine is of no use."""
         resume = (self._pausing or controls(self.endpoint.dialect or "")).resume()
         if self.plan.gpus is not None and self.is_asleep:
-            return [*self.plan.gpus.residency(self.engine.info).caches_back(), *resume]
+            return [*self.plan.gpus.sleep_of(self.engine.info).wake_caches(), *resume]
         return resume
 
     @contextmanager

@@ -11,7 +11,7 @@ the fleet and the HTTP client live, the one owner of the control plane.
   on. Only a sync that reaches no engine raises.
 - An engine whose connection is new serves only after its values were compared: it is resumed, but PAUSED in the fleet,
   is sampled directly, and the ranks score its tokens.
-- Engines that are asleep, on the trainer's own GPUs, wake up in it (weights/residency.py): their weights where others
+- Engines that are asleep, on the trainer's own GPUs, wake up in it (weights/sleep.py): their weights where others
   are paused, their caches where others are resumed. Meanwhile the ranks hold their parameters there and nothing else.
 - The coroutine ends only when every rank's `send` has ended: Ray runs a rank's methods one after another, so an
   abandoned send would hold up the next training step. It is not to be cancelled; its deadlines end it.
@@ -34,8 +34,8 @@ from rltool.processes.tasks import beside
 from rltool.weights.connections import Connections, Trainer
 from rltool.weights.engine_calls import EngineCalls
 from rltool.weights.engine_update import EngineUpdate, SyncPlan
-from rltool.weights.residency import SharedGpus
 from rltool.weights.send.sender import SendReport
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.sync_report import Failures, SyncReport, WeightSyncFailed, timed
 from rltool.weights.verify.values import ValueCheck
 

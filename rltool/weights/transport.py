@@ -209,7 +209,7 @@ class ReceiverControl(Protocol):
         ...
 
     def leave(self, group: str) -> list[HttpRequest]:
-        """Leave the group and close an update that was left open. Neither need be there."""
+        """Leave the group and close an unfinished update, where there are any."""
         ...
 
 

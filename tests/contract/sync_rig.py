@@ -16,7 +16,7 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import EngineRole
 from rltool.engines.weight_version import WeightVersion
 from rltool.weights.connections import Trainer
-from rltool.weights.residency import SharedGpus
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify.values import ValueCheck
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY

@@ -21,7 +21,7 @@ from rltool.engines.weight_version import Lineage
 from rltool.quickstart.tiny_model import make_tiny_model
 from rltool.rollout.serving import restarts as engine_restarts
 from rltool.rollout.serving.side_model import SideEngines
-from rltool.training.manager import gpu_turns
+from rltool.training.manager import colocation
 from rltool.training.manager.rollout_engines import Engines, Syncing
 from rltool.training.manager.service import RolloutService
 from tests.contract.fakes.sglang import EXPECTED_KEY as KEY
@@ -137,7 +137,7 @@ class Run:
 @pytest.fixture
 def serve(tmp_path, model_dir, monkeypatch):
     monkeypatch.setattr(engine_restarts, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(gpu_turns, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(colocation, "LOOK_SECONDS", 0.02)
     key = tmp_path / "key"
     key.write_text(KEY)
     data = tmp_path / "words.jsonl"

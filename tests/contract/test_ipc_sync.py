@@ -19,7 +19,7 @@ from rltool.engines.fleet.fleet import State
 from rltool.megatron.export_plan import ExportPlan
 from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.memory import Memory
-from rltool.weights.residency import SharedGpus
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.sync import SyncDeadlines
 from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify.values import ValueCheck
@@ -146,7 +146,7 @@ def test_an_engine_that_sleeps_gets_its_weights_before_its_cache(vllm, workers, 
     async def scenario(r):
         await r.sync.sync(version(0))
         r.fleet.fall_asleep(engine.url)
-        for request in r.sync.gpus.residency(r.fleet.member(engine.url).info).release():
+        for request in r.sync.gpus.sleep_of(r.fleet.member(engine.url).info).sleep():
             await r.client.run(r.endpoints[engine.url], [request], timeout=DEADLINE)
         assert engine.tensors == {} and engine.asleep
         await r.sync.sync(version(1))
@@ -245,7 +245,7 @@ def test_adapters_lie_in_memory_all_at_once_and_engines_that_sleep_keep_their_we
             for step in range(3):
                 if turns and step:
                     r.fleet.fall_asleep(engine.url)
-                    asked = gpus.residency(r.fleet.member(engine.url).info).release()
+                    asked = gpus.sleep_of(r.fleet.member(engine.url).info).sleep()
                     await r.client.run(r.endpoints[engine.url], asked, timeout=DEADLINE)
                     assert engine.asleep
                 report = await sync.sync(version(step))

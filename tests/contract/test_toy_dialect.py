@@ -12,7 +12,7 @@ from rltool.config.loader import load_config
 from rltool.config.serve import ENGINES, EngineGroup
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.dialects.memory_flags import takes_turns
+from rltool.engines.dialects.memory_flags import with_sleep_flags
 from rltool.engines.dialects.protocol import Controls, Generates, Inspects, Launches
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
@@ -21,7 +21,7 @@ from rltool.engines.launch.plan import Host, Model, Settings, engine_slots, plan
 from rltool.engines.types import GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.training.checks.preflight import check_fleet, probe_fleet, resolve_endpoints
-from rltool.weights.residency import check_residency
+from rltool.weights.sleep import check_can_sleep
 from tests.contract.fakes.toy import FakeToy
 
 CAN_BE_LEFT_OUT = {
@@ -98,9 +98,9 @@ def test_it_is_not_synced_put_to_sleep_or_inspected(tmp_path):
         with pytest.raises(UsageError, match="is of Toy, .* no checksums"):
             ask(EngineEndpoint(url=server.url), lambda client, engine: client.checksums(engine, timeout=SECONDS))
     with pytest.raises(UsageError, match="is of Toy"):
-        check_residency(fleet.infos, "cuda", updated=True)
+        check_can_sleep(fleet.infos, "cuda", updated=True)
     with pytest.raises(UsageError, match="Toy engines cannot sleep"):
-        takes_turns(EngineGroup(engine="toy"), "cuda")
+        with_sleep_flags(EngineGroup(engine="toy"), "cuda")
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "toy"])

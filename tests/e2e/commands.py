@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.e2e.preloaded"])
+FORKED = multiprocessing.get_context("forkserver")
+"""Of commands, and of the ranks of megatron_ranks.py."""
+FORKED.set_forkserver_preload(["tests.e2e.preloaded"])
 
 
 class Command:
@@ -25,7 +26,7 @@ class Command:
 
     def __init__(self, words: Sequence[str], *, env: Mapping[str, str], cwd: Path, out: Path) -> None:
         self.args = ["rltool", *words]
-        self._process = _CONTEXT.Process(target=_run, args=(list(words), dict(env), str(cwd), str(out)))
+        self._process = FORKED.Process(target=_run, args=(list(words), dict(env), str(cwd), str(out)))
         out.touch()
         self._process.start()
         atexit.register(self.kill)  # before multiprocessing waits for it

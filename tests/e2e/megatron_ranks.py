@@ -1,10 +1,10 @@
-"""Trainer ranks for tests: two processes that stay alive, so that Megatron is imported once; hard deadlines."""
+"""Trainer ranks for tests: two processes that stay alive, with hard deadlines; forked, as commands are, from one that
+has imported Megatron, which takes six seconds."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing as mp
-import os
 import threading
 import traceback
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests.e2e.commands import FORKED
 from tests.e2e.engines import free_port
 
 DEADLINE = 120.0
@@ -65,12 +66,10 @@ class RankPool:
         self._idle: threading.Timer | None = None
 
     def _start(self) -> None:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        context = mp.get_context("spawn")
         for _ in range(self._size):
-            ours, theirs = context.Pipe()
+            ours, theirs = FORKED.Pipe()
             # Not daemonic: dist_checkpointing forks writers, which daemons may not.
-            process = context.Process(target=_serve, args=(theirs,), daemon=False)
+            process = FORKED.Process(target=_serve, args=(theirs,), daemon=False)
             process.start()
             theirs.close()
             self._workers.append((process, ours))

@@ -12,6 +12,6 @@ os.environ["OMP_NUM_THREADS"] = "1"  # as in Job.environment: torch reads it onc
 for name in (
     "transformers.models.auto.tokenization_auto", "torch.distributed.tensor", "torch.utils.tensorboard",
     "rltool.commands.debug", "rltool.commands.train", "rltool.config.loader", "rltool.config.train",
-    "rltool.training.checks.preflight",
+    "rltool.training.checks.preflight", "rltool.megatron.trainer",
 ):  # fmt: skip
     importlib.import_module(name)

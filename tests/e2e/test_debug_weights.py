@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rltool.engines.client import EngineClient
 from tests.e2e.commands import completed
-from tests.e2e.engines import RunningEngine
+from tests.e2e.engines import RunningEngine, serving_vllm
+from tests.e2e.megatron_models import save_hf
 from tests.e2e.weights import Sender, perturbed_model, tensors_of
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -95,3 +98,22 @@ def test_a_difference_in_what_vllm_has_packed_is_found_by_values(held, debug_wei
 def test_an_engine_equals_itself(held, debug_weights, vllm_engine_tied):
     code, said = debug_weights("--engine", vllm_engine_tied.url)
     assert code == 0 and "the same weights as" in said, said
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "gpt_oss"])
+def test_one_expert_that_differs_is_found_in_an_engine_that_fuses_them(rltool, tmp_path, kind):
+    right, wrong = save_hf(tmp_path / "right", kind, tied=False), tmp_path / "wrong"
+    write_tiny_tokenizer(right)
+    shutil.copytree(right, wrong)
+    [file] = wrong.glob("*.safetensors")
+    tensors = load_file(file)
+    name = max(name for name in tensors if "experts" in name and "down_proj" in name and "bias" not in name)
+    tensors[name].view(-1, tensors[name].shape[-1])[-1] += 1.0  # gpt-oss has all experts of a layer in one tensor
+    save_file(tensors, file, metadata={"format": "pt"})
+    with serving_vllm(right, tmp_path) as engine:
+        words = ("debug", "weights", engine.url, "--key-file", str(engine.endpoint.key_file), "--checkpoint")
+        code, said = rltool(*words, str(right))
+        assert code == 0 and "sampled tokens agree" in said, said
+        code, said = rltool(*words, str(wrong))
+        assert code == 1 and "sampled tokens differ" in said, said

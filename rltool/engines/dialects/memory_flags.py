@@ -26,7 +26,7 @@ class CacheSize:
     fraction: float
 
 
-def takes_turns(
+def with_sleep_flags(
     group: EngineGroup, default: Device, *, from_disk: bool = False, cache: CacheSize | None = None
 ) -> EngineGroup:
     """The group with what its engines need for it; flags of its own win. On the CPU, where none can sleep and there is
@@ -61,7 +61,7 @@ def has_flag(group: EngineGroup, name: str) -> bool:
     return any(flag.partition("=")[0].replace("_", "-") == name for flag in group.flags)
 
 
-def shares_memory(group: EngineGroup, number: int, *, in_turns: bool = False) -> EngineGroup:
+def shares_memory(group: EngineGroup, number: int, *, colocated: bool = False) -> EngineGroup:
     """The group with the part of the GPUs' memory that its engine of this number has; a flag of its own wins. One alone
     on its GPUs takes what it takes by itself, unless it uses them in turns with the trainer.
 
@@ -69,7 +69,7 @@ def shares_memory(group: EngineGroup, number: int, *, in_turns: bool = False) ->
     UsageError for engines whose part cannot be set.
     """
     sharing = group.engines_per_gpu
-    if sharing == 1 and not in_turns:
+    if sharing == 1 and not colocated:
         return group
     name, of_free = launches(group.engine).memory.fraction, launches(group.engine).memory.of_free
     if name is None and sharing == 1:
@@ -81,7 +81,7 @@ def shares_memory(group: EngineGroup, number: int, *, in_turns: bool = False) ->
         )
     if has_flag(group, name):
         return group
-    part = (MEMORY_FRACTION if in_turns else SHARED_FRACTION) / sharing
+    part = (MEMORY_FRACTION if colocated else SHARED_FRACTION) / sharing
     if of_free:
         part /= 1 - number % sharing * part
     return group.model_copy(update={"flags": (name, f"{part:.3f}", *group.flags)})

@@ -97,7 +97,7 @@ class EnginePlan:
 @dataclass(frozen=True)
 class Settings:
     """What holds for all groups. device: of groups that name none; first: number of the first engine; spread: the hosts
-    are several, so engines listen on their host's address unless their group sets it; in_turns: they use their GPUs in
+    are several, so engines listen on their host's address unless their group sets it; colocated: they use their GPUs in
     turns with the trainer."""
 
     models: Mapping[str, Model]
@@ -106,7 +106,7 @@ class Settings:
     device: Device = "cuda"
     first: int = 0
     spread: bool = False
-    in_turns: bool = False
+    colocated: bool = False
     boot_id: Callable[[], str] = field(default=lambda: uuid.uuid4().hex)
 
 
@@ -260,8 +260,8 @@ def _processes(
     index: int, slot: Slot, seats: Sequence[Seat], settings: Settings, ports: Ports
 ) -> Iterator[EngineLaunch]:
     device = device_of(slot.group, settings.device)
-    in_turns = settings.in_turns and device != "cpu"
-    group = shares_memory(slot.group, slot.number, in_turns=in_turns)
+    colocated = settings.colocated and device != "cpu"
+    group = shares_memory(slot.group, slot.number, colocated=colocated)
     listens = [group.host or (seat.address if settings.spread else LOOPBACK) for seat in seats]
     port = group.port + slot.number if group.port else ports(seats[0].node, listens[0])
     meets = group.role == "prefill" or (group.role == "decode" and dialect(group.engine).pairing == "in_turn")

@@ -93,7 +93,7 @@ def order_of_run(config: TrainConfig) -> Order:
 def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
     models = order_of_run(config).models
     return Settings(
-        models, run.key_file, run.state_dir, device=plan.device, spread=spread, in_turns=plan.shares_gpus
+        models, run.key_file, run.state_dir, device=plan.device, spread=spread, colocated=plan.shares_gpus
     )
 
 

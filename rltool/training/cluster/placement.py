@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rltool.config.train import TrainConfig
-from rltool.engines.dialects.memory_flags import takes_turns
+from rltool.engines.dialects.memory_flags import with_sleep_flags
 from rltool.engines.launch.plan import Slot, device_of, engine_slots, shares_seat
 from rltool.errors import UsageError
 from rltool.training.cluster.devices import Device
@@ -80,7 +80,7 @@ def plan_placement(
     if config.engines.shares_gpus:
         from_disk = {name for name, model in config.models.items() if model.sleep == "disk"}
         groups = [
-            takes_turns(group, device, from_disk=group.model in from_disk, cache=memory.caches.get(group.name))
+            with_sleep_flags(group, device, from_disk=group.model in from_disk, cache=memory.caches.get(group.name))
             for group in config.engines.groups
         ]
         slots = engine_slots(groups, device=device, gpus_per_host=gpus_per_host)

@@ -23,7 +23,7 @@ from rltool.training.manager.rollout_engines import Engines
 from rltool.training.manager.weight_updates import Oversight, WeightUpdates
 from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.connections import Trainer
-from rltool.weights.residency import SharedGpus
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.verify.comparison import Comparison
 from rltool.weights.verify.values import ValueCheck

@@ -48,9 +48,9 @@ from rltool.rollout.snapshot import SourceState, books, encoded, kept_samples, r
 from rltool.training.eval_sets import EvalSets
 from rltool.training.manager.adaptive_concurrency import LOAD_SECONDS, adapt_concurrency
 from rltool.training.manager.batch import Rollout, to_rollout
+from rltool.training.manager.colocation import Colocation, Members
 from rltool.training.manager.evaluation_engines import EvaluationEngines
 from rltool.training.manager.generation import Generation
-from rltool.training.manager.gpu_turns import GpuTurns, Members
 from rltool.training.manager.inputs import load_inputs
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines, Syncing
@@ -83,7 +83,7 @@ class RolloutService:
         self._gateway_place = gateway
         self._side = SideModels(engines.models, self._models)
         self._restarts: EngineRestarts | None = None
-        self._turns: GpuTurns | None = None
+        self._colocation: Colocation | None = None
         self._background = Background(lambda failure: self._report(str(failure)))
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
@@ -133,7 +133,7 @@ class RolloutService:
         if self._restarts is not None:
             self._restarts.watch(self.fleet, self._monitor)
             self._restarts.start()
-            self._turns = self._gpu_turns(trainer, self._restarts)
+            self._colocation = self._colocation_of(trainer, self._restarts)
         await self._policy.start()
         if self._held is not None:
             await self._held.start()
@@ -197,21 +197,21 @@ class RolloutService:
             hooks=replace(hooks, restart=None),
         )  # fmt: skip
 
-    def _gpu_turns(self, trainer: Trainer | None, restarts: EngineRestarts) -> GpuTurns | None:
+    def _colocation_of(self, trainer: Trainer | None, restarts: EngineRestarts) -> Colocation | None:
         config = self._config
         if not config.engines.shares_gpus or trainer is None:
             return None
         kept = config.weights.lora_sync == "adapter"
         policy = Members(self._policy.engines, self._monitor, takes_weights=True, keeps_weights=kept)
         others = [Members(m.engines, m.monitor, False, m.from_disk) for m in self._side.started]
-        return GpuTurns(
+        return Colocation(
             trainer, policy, others, restarts, step_seconds=config.deadlines.sync,
             start_seconds=max(group.ready_timeout for group in config.engines.groups),
         )  # fmt: skip
 
     async def _end_engine(self, url: str, why: str) -> None:
-        assert self._turns is not None, "syncs begin after colocation is set up"
-        await self._turns.end(url, why)
+        assert self._colocation is not None, "syncs begin after colocation is set up"
+        await self._colocation.end(url, why)
 
     async def close(self) -> list[str]:
         """End every task, leave the engines serving: aborted, resumed, out of their transfer groups. Returns what
@@ -278,17 +278,17 @@ class RolloutService:
     async def sync_weights(self, step: int) -> SyncReport:
         """Bring the engines to the weights after `step` training steps."""
         assert self._weights is not None
-        offload = await self._turns.to_engines() if self._turns is not None else 0.0
+        offload = await self._colocation.to_engines() if self._colocation is not None else 0.0
         report = await self._weights.update(step)
-        wake = await self._turns.wake_others() if self._turns is not None else 0.0
+        wake = await self._colocation.wake_others() if self._colocation is not None else 0.0
         self.collector.weights_published()
         return replace(report, offload=report.offload + offload, wake=report.wake + wake)
 
     async def free_gpus(self) -> float:
         """Colocated engines sleep, and the trainer's ranks have their memory again: the seconds of the latter are
         returned. The next sync turns that round."""
-        assert self._turns is not None, "engines with GPUs of their own keep them"
-        return await self._turns.to_trainer()
+        assert self._colocation is not None, "engines with GPUs of their own keep them"
+        return await self._colocation.to_trainer()
 
     async def hold_evaluation_engines(self, step: int) -> SyncReport:
         """Engines for evaluation alone get the weights after `step` training steps, and hold them through the

@@ -52,7 +52,7 @@ def print_plan(prepared: Prepared, console: Console) -> None:
         several = len({launch.node for launch in prepared.expected.launches}) > 1
         for line in describe_plan(prepared.expected, name_hosts=several):
             console.print(f"  {line}")
-        for line in describe_turns(prepared.plan):
+        for line in describe_colocated(prepared.plan):
             console.print(f"  {line}")
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):
@@ -66,14 +66,14 @@ def print_plan(prepared: Prepared, console: Console) -> None:
         console.print(f"resumes from {prepared.resume_from}")
 
 
-def describe_turns(plan: PlacementPlan) -> list[str]:
+def describe_colocated(plan: PlacementPlan) -> list[str]:
     """Of colocated engines: what they take of the GPUs' memory."""
     if not plan.shares_gpus or plan.device == "cpu":
         return []
     groups = {slot.group.name: slot.group for slot in plan.slots if slot.group.role != "placeholder"}
     lines = [
         f"group {name}: on the trainer's GPUs, asleep while it trains; awake "
-        f"{memory_flag(shares_memory(group, 0, in_turns=True))} (engines.groups: flags), beside the trainer's "
+        f"{memory_flag(shares_memory(group, 0, colocated=True))} (engines.groups: flags), beside the trainer's "
         "parameters"
         + (f"; {group.engines_per_gpu} engines on each GPU" if group.engines_per_gpu > 1 else "")
         for name, group in groups.items()

@@ -22,7 +22,7 @@ from rltool.engines.types import Completion, EngineInfo, GenerateRequest
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError
 from rltool.weights.connections import Ranks
-from rltool.weights.residency import SharedGpus
+from rltool.weights.sleep import SharedGpus
 from rltool.weights.verify.implied_checksums import layout_of
 from rltool.weights.verify.values import ValueCheck
 from rltool.weights.verify.verdict import Sampled, Verdict, verdict

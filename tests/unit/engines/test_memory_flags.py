@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rltool.config.serve import EngineGroup
-from rltool.engines.dialects.memory_flags import CacheSize, may_set_cache, memory_flag, shares_memory, takes_turns
+from rltool.engines.dialects.memory_flags import CacheSize, may_set_cache, memory_flag, shares_memory, with_sleep_flags
 
 
 @pytest.mark.parametrize(
@@ -24,24 +24,24 @@ from rltool.engines.dialects.memory_flags import CacheSize, may_set_cache, memor
     ],
 )
 def test_engines_can_sleep_and_leave_room_and_flags_of_their_own_win(group, flags):
-    assert list(shares_memory(takes_turns(EngineGroup(**group), "cuda"), 0, in_turns=True).flags) == flags
+    assert list(shares_memory(with_sleep_flags(EngineGroup(**group), "cuda"), 0, colocated=True).flags) == flags
 
 
 def test_engines_that_share_a_gpu_divide_what_the_trainer_leaves():
-    two = takes_turns(EngineGroup(count=2, engines_per_gpu=2), "cuda")
-    parts = [shares_memory(two, number, in_turns=True).flags[:2] for number in (0, 1)]
+    two = with_sleep_flags(EngineGroup(count=2, engines_per_gpu=2), "cuda")
+    parts = [shares_memory(two, number, colocated=True).flags[:2] for number in (0, 1)]
     assert parts == [("--gpu-memory-utilization", "0.300")] * 2
-    three = takes_turns(EngineGroup(engine="sglang", count=3, engines_per_gpu=3), "cuda")
+    three = with_sleep_flags(EngineGroup(engine="sglang", count=3, engines_per_gpu=3), "cuda")
     free, taken = 1.0, []
     for number in range(3):  # of what is free when it starts
-        part = float(shares_memory(three, number, in_turns=True).flags[1]) * free
+        part = float(shares_memory(three, number, colocated=True).flags[1]) * free
         free, taken = free - part, [*taken, part]
     assert taken == pytest.approx([0.2] * 3, abs=2e-3)
 
 
 def test_a_cache_of_a_set_size_takes_the_place_of_all_that_the_fraction_leaves():
-    group = takes_turns(EngineGroup(count=2, engines_per_gpu=2), "cuda", cache=CacheSize(1000, 0.0712))
-    assert shares_memory(group, 1, in_turns=True).flags == (
+    group = with_sleep_flags(EngineGroup(count=2, engines_per_gpu=2), "cuda", cache=CacheSize(1000, 0.0712))
+    assert shares_memory(group, 1, colocated=True).flags == (
         "--enable-sleep-mode", "--kv-cache-memory-bytes", "1000", "--gpu-memory-utilization", "0.071",
     )  # fmt: skip
 
@@ -63,18 +63,18 @@ def test_a_cache_is_set_where_no_flag_says_anything_of_it(group, may):
 
 def test_engines_that_load_their_weights_again_keep_no_copy():
     judge = EngineGroup(engine="sglang", model="judge")
-    assert takes_turns(judge, "cuda", from_disk=True).flags == ("--enable-memory-saver",)
+    assert with_sleep_flags(judge, "cuda", from_disk=True).flags == ("--enable-memory-saver",)
 
 
 def test_on_the_cpu_nothing_is_added():
-    assert takes_turns(EngineGroup(), "cpu") == EngineGroup()
-    assert takes_turns(EngineGroup(device="cpu"), "cuda").flags == ()
-    assert takes_turns(EngineGroup(role="placeholder"), "cuda").flags == ()
-    assert takes_turns(EngineGroup(count=2, engines_per_gpu=2), "cpu") == EngineGroup(count=2), "there is none to share"
+    assert with_sleep_flags(EngineGroup(), "cpu") == EngineGroup()
+    assert with_sleep_flags(EngineGroup(device="cpu"), "cuda").flags == ()
+    assert with_sleep_flags(EngineGroup(role="placeholder"), "cuda").flags == ()
+    assert with_sleep_flags(EngineGroup(count=2, engines_per_gpu=2), "cpu") == EngineGroup(count=2)
 
 
 def test_the_plan_says_what_an_engine_takes_of_the_memory():
-    group = shares_memory(takes_turns(EngineGroup(), "cuda"), 0, in_turns=True)
+    group = shares_memory(with_sleep_flags(EngineGroup(), "cuda"), 0, colocated=True)
     assert memory_flag(group) == "--gpu-memory-utilization 0.600"
     given = EngineGroup(engine="sglang", flags=["--mem-fraction-static=0.7"])
-    assert memory_flag(takes_turns(given, "cuda")) == "--mem-fraction-static=0.7"
+    assert memory_flag(with_sleep_flags(given, "cuda")) == "--mem-fraction-static=0.7"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -66,6 +68,22 @@ def test_one_request_asks_for_all_samples_of_a_prompt():
     assert all(
         s.status is SampleStatus.COMPLETED and s.response_ids == [5, 1] and s.response_mask == [1, 1] for s in group
     )
+
+
+def test_pictures_of_one_prompt_are_read_beside_those_of_another(monkeypatch):
+    both = threading.Barrier(2, timeout=30)
+    monkeypatch.setattr("rltool.rollout.pictures.for_engine", lambda inputs, places: (both.wait(), ())[1])
+    groups = [group_of(1, number) for number in (3, 4)]
+    for [sample] in groups:
+        sample.picture_places = array("q", [0, 1, 1, 9])
+    plane = Plane()
+
+    async def fill_both():
+        context = GenerateContext(plane.generate, SAMPLING, 10)
+        await asyncio.gather(*(fill_group(group, context) for group in groups))
+
+    asyncio.run(fill_both())
+    assert [sample.response_ids for [sample] in groups] == [[5, 1], [5, 1]]
 
 
 # -- aborted responses

@@ -1,8 +1,8 @@
-"""Engines on the trainer's own GPUs: what takes their memory there, and gives it back.
+"""Sleep and wake-up of engines on the trainer's own GPUs.
 
-    release          the engine has nothing to do, and its GPUs are free
-    weights_back     room for weights, which an update then fills
-    caches_back      room for keys and values; after it the engine is resumed
+    sleep            the engine has nothing to do, and its GPUs are free
+    wake_weights     room for weights, which an update then fills
+    wake_caches      room for keys and values; after it the engine is resumed
 
 Weights come before caches: an engine that has its caches generates. On a CPU, where neither vLLM nor SGLang can sleep,
 a pause stands for it, and the processes take turns all the same.
@@ -29,14 +29,14 @@ SENT: tuple[Part, ...] = ("parameters",)
 TRAINED: tuple[Part, ...] = ("gradients", "optimizer")
 
 
-class EngineResidency(Protocol):
-    """Requests to one engine, pure, in this order: release, weights_back, caches_back, and the dialect's resume."""
+class EngineSleep(Protocol):
+    """Requests to one engine, pure, in this order: sleep, wake_weights, wake_caches, and the dialect's resume."""
 
-    def release(self) -> list[HttpRequest]: ...
+    def sleep(self) -> list[HttpRequest]: ...
 
-    def weights_back(self) -> list[HttpRequest]: ...
+    def wake_weights(self) -> list[HttpRequest]: ...
 
-    def caches_back(self) -> list[HttpRequest]: ...
+    def wake_caches(self) -> list[HttpRequest]: ...
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Sleep:
     dialect: Controls
     level: SleepLevel
 
-    def release(self) -> list[HttpRequest]:
+    def sleep(self) -> list[HttpRequest]:
         return self.dialect.sleep(self.level)
 
-    def weights_back(self) -> list[HttpRequest]:
+    def wake_weights(self) -> list[HttpRequest]:
         return self.dialect.wake(("weights",))
 
-    def caches_back(self) -> list[HttpRequest]:
+    def wake_caches(self) -> list[HttpRequest]:
         return self.dialect.wake(("kv_cache",))
 
 
@@ -63,13 +63,13 @@ class SleepToDisk:
     dialect: Controls
     model: str | None
 
-    def release(self) -> list[HttpRequest]:
+    def sleep(self) -> list[HttpRequest]:
         return self.dialect.sleep(2)
 
-    def weights_back(self) -> list[HttpRequest]:
+    def wake_weights(self) -> list[HttpRequest]:
         return [*self.dialect.wake(("weights",)), *self.dialect.reload(self.model)]
 
-    def caches_back(self) -> list[HttpRequest]:
+    def wake_caches(self) -> list[HttpRequest]:
         return self.dialect.wake(("kv_cache",))
 
 
@@ -79,19 +79,19 @@ class Pause:
 
     dialect: Controls
 
-    def release(self) -> list[HttpRequest]:
+    def sleep(self) -> list[HttpRequest]:
         return self.dialect.pause("abort")
 
-    def weights_back(self) -> list[HttpRequest]:
+    def wake_weights(self) -> list[HttpRequest]:
         return []
 
-    def caches_back(self) -> list[HttpRequest]:
+    def wake_caches(self) -> list[HttpRequest]:
         return []
 
 
-def residency_of(
+def sleep_of(
     info: EngineInfo, trainer_device: str, *, updated: bool, from_disk: bool = False
-) -> EngineResidency:
+) -> EngineSleep:
     """How this engine frees its GPUs. updated: a sync brings its weights whenever it wakes up: they need not be kept.
     from_disk: they are loaded again then (models.NAME.sleep).
 
@@ -116,28 +116,28 @@ def residency_of(
     raise UsageError(f"cannot free the trainer's GPUs while it trains: it was started without {' '.join(flags)}")
 
 
-def check_residency(
+def check_can_sleep(
     infos: Mapping[str, EngineInfo], trainer_device: str, *, updated: bool, from_disk: bool = False
 ) -> None:
     """UsageError for the first of these engines that cannot leave its GPUs to the trainer."""
     for url, info in infos.items():
         try:
-            residency_of(info, trainer_device, updated=updated, from_disk=from_disk)
+            sleep_of(info, trainer_device, updated=updated, from_disk=from_disk)
         except UsageError as error:
             raise UsageError(f"the engine {url} {error}") from error
 
 
 class SharedGpus:
     """What a weight sync asks where engines sit on the trainer's GPUs. end(url, why): ends the process of an engine,
-    which is started again. updated: see residency_of."""
+    which is started again. updated: see sleep_of."""
 
     def __init__(self, trainer: Trainer, end: Callable[[str, str], Awaitable[None]], *, updated: bool = True) -> None:
         self._ranks, self._trainer_device, self.end, self._updated = trainer.ranks, trainer.device, end, updated
         self.offload_seconds = 0.0
         """For which the ranks gave their memory away in the last `parameters`."""
 
-    def residency(self, info: EngineInfo) -> EngineResidency:
-        return residency_of(info, self._trainer_device, updated=self._updated)
+    def sleep_of(self, info: EngineInfo) -> EngineSleep:
+        return sleep_of(info, self._trainer_device, updated=self._updated)
 
     @asynccontextmanager
     async def parameters(self) -> AsyncIterator[None]:

@@ -1,5 +1,5 @@
-"""Engines on the trainer's own GPUs: who has these now, the engines or the trainer's ranks. One owner, in the rollout
-manager, hands them over; nobody else puts an engine to sleep or a rank's memory away.
+"""Colocated engines: whether they or the trainer's ranks have the GPUs' memory now. This class of the rollout manager
+alone puts engines to sleep and offloads ranks.
 
     to_trainer      engines asleep (one that cannot is ended), then the ranks have all of their memory again
     to_engines      the ranks keep their parameters alone; engines that died are started again
@@ -25,7 +25,7 @@ from rltool.megatron.offload import PARTS
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.restarts import EngineRestarts
 from rltool.weights.connections import Trainer
-from rltool.weights.residency import TRAINED, EngineResidency, residency_of
+from rltool.weights.sleep import TRAINED, EngineSleep, sleep_of
 
 LOOK_SECONDS = 0.2
 """How often it is looked whether engines that are being started have loaded."""
@@ -43,12 +43,12 @@ class Members:
     from_disk: bool = False
     keeps_weights: bool = False
 
-    def residency(self, engine: Member, trainer_device: str) -> EngineResidency:
+    def sleep_of(self, engine: Member, trainer_device: str) -> EngineSleep:
         updated = self.takes_weights and not self.keeps_weights
-        return residency_of(engine.info, trainer_device, updated=updated, from_disk=self.from_disk)
+        return sleep_of(engine.info, trainer_device, updated=updated, from_disk=self.from_disk)
 
 
-class GpuTurns:
+class Colocation:
     """step_seconds: for an engine to fall asleep, or to wake up (deadlines.sync); start_seconds: for one to
     load."""
 
@@ -116,14 +116,14 @@ class GpuTurns:
             return
         of.engines.fleet.fall_asleep(url)
         try:
-            await self._ask(of, engine, of.residency(engine, self._trainer.device).release())
+            await self._ask(of, engine, of.sleep_of(engine, self._trainer.device).sleep())
         except EngineError as error:
             await self.end(url, f"it did not free its GPUs: {error}")
 
     async def _wake(self, of: Members, engine: Member) -> None:
-        residency, resume = of.residency(engine, self._trainer.device), controls(engine.info.dialect).resume()
+        sleep, resume = of.sleep_of(engine, self._trainer.device), controls(engine.info.dialect).resume()
         try:
-            await self._ask(of, engine, [*residency.weights_back(), *residency.caches_back(), *resume])
+            await self._ask(of, engine, [*sleep.wake_weights(), *sleep.wake_caches(), *resume])
         except EngineError as error:
             await self.end(engine.url, f"it did not wake up: {error}")
             return
