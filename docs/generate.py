@@ -421,8 +421,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST client/config", "no parallel chunks: they are added up in their order", TRAINS),
     ("POST client/dynamic_config", "", TRAINS),
     ("POST create_session", "", TRAINS),
-    ("POST session_heartbeat", "", TRAINS),
-    ("POST telemetry", "read and dropped", TRAINS),
+    ("POST session_heartbeat", "", OVER_HTTP),
+    ("POST telemetry", "read and dropped", OVER_HTTP),
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
      f"says; rank 0 (all weights) with `--lora-rank 0`: `{FULL}`", TRAINS),

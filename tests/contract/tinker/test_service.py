@@ -568,6 +568,9 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
                 async with http.post(PREFIX + path, json=body, headers={"X-API-Key": "tml-a"}) as reply:
                     return reply.status, await reply.json()
 
+            assert (await post("session_heartbeat", {"session_id": session}))[0] == 200
+            assert (await post("session_heartbeat", {"session_id": "another"}))[0] == 404
+            assert (await post("telemetry", {"events": [{"event": "SESSION_START"}]}))[0] == 200
             opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
             sampler = (await post("create_sampling_session", opened))[1]["sampling_session_id"]
             asked = {
