@@ -24,14 +24,14 @@ from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.fleet.lease import holder_of_this_process
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineError
+from rltool.errors import EngineError, UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.tasks import Background
 from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.versions import VersionBook
 from rltool.tinker.sampling import REQUESTS_PER_ENGINE, Held, Samplers
-from rltool.tinker.service import Service
+from rltool.tinker.service import KEPT_NO_MORE, Service
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines
 from rltool.training.served import ServedTrainer
@@ -148,7 +148,8 @@ class PublishedWeights(Held):
             await asyncio.sleep(fleet.policy.probe_seconds)
 
     async def _publish(self, wanted: Path) -> bool:
-        """Whether an engine has them now."""
+        """Whether an engine has them now. UsageError where they have gone while the request waited."""
+        _demand(wanted)
         if wanted != self._named:
             self._step, self._named = self._step + 1, wanted
         self._held = None
@@ -186,6 +187,11 @@ class PublishedWeights(Held):
             yield
         finally:
             await asyncio.to_thread(self._trainer.put_back)
+
+
+def _demand(weights: Path) -> None:
+    if not weights.is_dir():
+        raise UsageError(KEPT_NO_MORE)
 
 
 @asynccontextmanager

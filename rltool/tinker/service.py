@@ -47,6 +47,8 @@ _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 
 T = TypeVar("T")
 
+KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
+
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
 
@@ -296,7 +298,7 @@ class Service:
             name = saved[-1] if saved else ""
         directory = self._sampler_directory(sampler.model, name)
         if not name or not directory.exists():
-            raise Refused(404, "these weights are kept no more: of those without a name the newest are; save again")
+            raise Refused(404, KEPT_NO_MORE)
         return directory
 
     def _sampler_directory(self, model: str, name: str) -> Path:

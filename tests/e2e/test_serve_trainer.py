@@ -208,6 +208,7 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoints_go_to_and_fro(
     tmp_path, tiny_tied_dir
 ):

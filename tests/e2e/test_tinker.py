@@ -178,7 +178,7 @@ def test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss_here_
         trained.append(load_file(adapter / "adapter_model.safetensors"))
     for name, one in trained[0].items():
         np.testing.assert_allclose(trained[1][name], one, atol=1e-6, err_msg=name)
-    np.testing.assert_allclose(*found["ends"], atol=1e-6)
+    np.testing.assert_allclose(*found["ends"], rtol=1e-6, atol=1e-6)  # float32: rounding of numbers around 5
     assert np.abs(np.subtract(*found["moved"])).max() > 1e-2, "one that the server does not know"
 
 

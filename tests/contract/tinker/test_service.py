@@ -31,13 +31,13 @@ from rltool.processes.state import state_of_this_process, write_state
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import SampleRequest
+from rltool.tinker.sampling import SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
 from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
 from rltool.training.served import StepOutput
 from tests.contract.tinker.plain_trainer import PlainTrainer
-from tests.contract.tinker.protos import forward_proto
+from tests.contract.tinker.protos import field, forward_proto
 from tests.contract.tinker.tested_by import check_called
 from tests.e2e.engines import clients_python
 
@@ -781,7 +781,7 @@ def test_requests_of_different_weights_take_turns_at_the_engines_and_none_runs_b
         cancelled.cancel()
         await asyncio.wait({cancelled})
         await request(1)
-        with pytest.raises(UsageError, match="none is not there"):
+        with pytest.raises(UsageError, match="are kept no more"):
             async with held.using(tmp_path / "none"):
                 pass
         service.fresh = paths[2]
@@ -842,6 +842,12 @@ def test_the_released_client_reads_what_is_encoded_here_and_what_it_encodes_is_r
     assert datum.inputs["weights"].tolist() == [1.0, 0.5, 0.0] and request.settings == {"clip_low_threshold": 0.5}
     with pytest.raises(UsageError, match="is not a ForwardBackwardRequest"):
         decode_forward(b"\xff\xfe no message")
+    picture = field(3, field(1, field(2, b"png")))  # a chunk that is no text
+    with pytest.raises(UsageError, match="datum 0: model_input has a picture or sound"):
+        decode_forward(field(1, b"m") + picture)
+    for chunk in ({"type": "image", "data": "", "format": "png"}, {"type": "encoded_text"}):
+        with pytest.raises(UsageError, match="prompt has a picture or sound"):
+            parse_sample({"prompt": {"chunks": [chunk]}}, vocab_size=16, max_model_len=8)
 
 
 def test_the_table_of_the_docs_has_every_route_of_the_server(tmp_path):
