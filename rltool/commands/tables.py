@@ -77,6 +77,8 @@ def served_line(status: ServedStatus) -> str:
         parts.append(f"{running} is running")
     parts.append(f"{sum(waiting.values())} wait" + (f" ({_by_client(waiting)})" if waiting else ""))
     parts.append(f"{sum(models.values())} models" + (f" ({_by_client(models)})" if models else ""))
+    if refused := status.get("refused"):
+        parts.append(f"{sum(refused.values())} refused ({_by_client(refused)})")
     if "samples" in status:
         in_flight = sum(status.get("samples_in_flight", {}).values())
         parts.append(

@@ -98,7 +98,8 @@ class CallCounts(TypedDict):
 class ServedStatus(TypedDict, total=False):
     """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls that
     the trainer has not begun; models: by client; running: the kind of call that is carried out now, "" for none;
-    samples, sampled_tokens: that ended; samples_in_flight: by client; requests: by route."""
+    samples, sampled_tokens: that ended; samples_in_flight: by client; refused: by client, requests that were not
+    accepted; requests: by route, those too."""
 
     calls: dict[str, CallCounts]
     waiting: dict[str, int]
@@ -107,6 +108,7 @@ class ServedStatus(TypedDict, total=False):
     samples: int
     sampled_tokens: int
     samples_in_flight: dict[str, int]
+    refused: dict[str, int]
     requests: dict[str, int]
 
 

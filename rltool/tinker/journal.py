@@ -1,19 +1,30 @@
 """The journal of a served trainer: each accepted call, on the disk before it is acknowledged; each result, before it is
 given out.
 
-A call's number is its place in the journal. A line that a kill has left without its end was never acknowledged: it is
-cut off when the journal is opened.
+Calls are numbered in the order in which they were accepted. A line that a kill has left without its end was never
+acknowledged: it is cut off when the journal is opened.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
+from rltool.processes.files import sync_directory
+
+TALLY_SECONDS = 10.0
+_NEXT, _FLOORS = "next", "floors"
+"""Of the first line of a journal that was compacted."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class Call:
 
 
 class Lines:
-    """A file of JSON, one value a line, that only grows."""
+    """A file of JSON, one value a line, that grows, and is replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
@@ -63,27 +74,125 @@ class Lines:
             os.ftruncate(self._file, size)
             raise
 
+    def replace(self, values: Iterable[dict[str, Any]]) -> None:
+        """In place of all lines. On the disk when this returns; a kill leaves all the old lines or all the new ones."""
+        new = self._path.with_name(f"{self._path.name}.new")
+        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        try:
+            for value in values:
+                line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+                while line:
+                    line = line[os.write(file, line) :]
+            os.fsync(file)
+            os.replace(new, self._path)
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(self._file)
+        self._file = file
+        sync_directory(self._path.parent)  # or a power cut could take the rename back
+
     def close(self) -> None:
         os.close(self._file)
 
 
 class Journal:
-    """calls: in the order in which they were acknowledged; results: by number."""
+    """calls, results: by number, calls in their order; `compact` takes some out. next: the number of the next call.
+    floors: by model, the highest seq_id of a call that was taken out."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._calls, self._results = Lines(directory / "calls.jsonl"), Lines(directory / "results.jsonl")
-        self.calls = [Call(**each) for each in self._calls.read()]
-        self.results: dict[int, dict[str, Any]] = {each["number"]: each["result"] for each in self._results.read()}
+        self._lock = threading.Lock()
+        """Calls are accepted in one thread, and taken out in another."""
+        lines = self._calls.read()
+        head = lines.pop(0) if lines and _NEXT in lines[0] else {}
+        self.floors: dict[str, int] = head.get(_FLOORS, {})
+        self.calls = {each["number"]: Call(**each) for each in lines}
+        self.next: int = max([head.get(_NEXT, 0), *(number + 1 for number in self.calls)])
+        results = {each["number"]: each["result"] for each in self._results.read()}
+        self.results: dict[int, dict[str, Any]] = {n: each for n, each in results.items() if n in self.calls}
 
     def accept(self, call: Call) -> None:
-        self._calls.append(asdict(call))
-        self.calls.append(call)
+        with self._lock:
+            self._calls.append(asdict(call))
+            self.calls[call.number] = call
+            self.next = call.number + 1
 
     def finish(self, call: Call, result: dict[str, Any]) -> None:
         self._results.append({"number": call.number, "result": result})
         self.results[call.number] = result
 
+    def compact(self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int]) -> None:
+        """changed: calls in place of those of their numbers, None takes one out, with its result; results: of which
+        calls these go. A kill at any moment leaves a journal that says the same to whoever needs neither."""
+        with self._lock:
+            self.floors |= floors
+            calls = {n: changed.get(n, call) for n, call in self.calls.items()}
+            head = {_NEXT: self.next, _FLOORS: self.floors}
+            self._calls.replace([head, *(asdict(call) for call in calls.values() if call is not None)])
+            gone = {n for n, call in calls.items() if call is None} | set(results)
+            kept = ({"number": n, "result": each} for n, each in self.results.items() if n not in gone)
+            # Only now: a call without its result would be waited for.
+            self._results.replace(kept)
+            for number in gone:
+                self.results.pop(number, None)
+            for number, call in changed.items():
+                if call is None:
+                    del self.calls[number]
+                else:
+                    self.calls[number] = call
+
     def close(self) -> None:
         self._calls.close()
         self._results.close()
+
+
+class History:
+    """What a report shows: a line for each call that was carried out, and the tallies of clients, every TALLY_SECONDS
+    where they have changed. In no journal: a kill may take the last tallies. clients: name -> what is counted.
+
+    samples: requests that engines have answered; refused: calls that were not accepted, the last with its reason.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._file = os.open(directory / "history.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._boot, self._written = secrets.token_hex(6), time.monotonic()
+        self.clients: dict[str, dict[str, Any]] = {}
+        self._changed = True
+        self._tally(-math.inf)
+
+    def carried_out(self, call: Call, result: Mapping[str, Any], seconds: float) -> None:
+        line = {"client": call.client, "model": call.model, "kind": call.kind, "seconds": round(seconds, 6)}
+        line |= {key: result[key] for key in ("loss", "backward", "error") if key in result}
+        line |= {key: value for key, value in result.get("metrics", {}).items() if math.isfinite(value)}
+        self._write(line | {"tokens": call.body.get("tokens", 0)})
+
+    def sampled(self, client: str, tokens: int) -> None:
+        self._count(client, samples=1, sampled_tokens=tokens)
+
+    def refused(self, client: str, reason: str) -> None:
+        self.clients.setdefault(client, {})["last_refusal"] = reason[:300]
+        self._count(client, refused=1)
+
+    def close(self) -> None:
+        self._tally(-math.inf)
+        os.close(self._file)
+        self._file = -1  # a sample may end later
+
+    def _count(self, client: str, **counts: int) -> None:
+        found = self.clients.setdefault(client, {})
+        for name, count in counts.items():
+            found[name] = found.get(name, 0) + count
+        self._changed = True
+        self._tally(self._written + TALLY_SECONDS)
+
+    def _tally(self, due: float) -> None:
+        if self._changed and time.monotonic() >= due:
+            self._changed, self._written = False, time.monotonic()
+            self._write({"boot": self._boot, "clients": self.clients})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        """One write: lines of two threads stay whole. A full disk takes no call with it."""
+        with suppress(OSError):
+            os.write(self._file, json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n")

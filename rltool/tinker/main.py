@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import signal
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 
@@ -31,6 +32,7 @@ from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import adapter_samplers
 from rltool.tinker.server import TinkerServer, read_keys, serve
 from rltool.tinker.service import Limits, Service
+from rltool.training.checks.preflight import EnginesAway, ProbedFleet
 from rltool.training.cluster.resources import plan_resources
 from rltool.training.prepare import trainer_device
 from rltool.training.served import AdapterSpec, Datum, ServedTrainer
@@ -42,6 +44,8 @@ from rltool.weights.verify.tolerances import check_tolerance
 CHECK_TOKENS = 64
 """Of the text that trainer and engines score before the first call."""
 CHECKED = "the base model"
+AWAY_SECONDS = 1.0
+"""Between two looks for engines that do not answer."""
 
 
 def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) -> None:
@@ -52,7 +56,7 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
         stop.consequence = "the trainer ends; what was acknowledged is on the disk"
         lock.take()
         device = trainer_device(config)
-        engines = probed(config) if config.engines.external else None
+        engines = _engines(config, serving, stop) if config.engines.external else None
         others = [] if engines is None else list(engines.endpoints.engines)
         resources = plan_resources(config, run, device, generates=False, engines=others)
         logs = state.log.parent if state.log is not None else None
@@ -61,6 +65,22 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
             with served_trainer(config, logs, gpus=resources.gpus, while_waiting=stop.raise_if_requested) as session:
                 found = {} if engines is None else {e: engines.infos[e.url] for e in engines.endpoints.engines}
                 asyncio.run(_serve(session, config, serving, parts, found))
+
+
+def _engines(config: TrainConfig, serving: ServeTrainerConfig, stop: StopSignal) -> ProbedFleet:
+    """Those that may have died with this server, and are started again too, are waited for."""
+    ends, said = time.monotonic() + serving.ready_timeout, False
+    while True:
+        try:
+            return probed(config)
+        except EnginesAway as error:
+            if time.monotonic() > ends:
+                raise
+            if not said:
+                write_line(f"waiting until all engines serve: {error}")
+            said = True
+        stop.raise_if_requested()
+        time.sleep(AWAY_SECONDS)
 
 
 async def _serve(
@@ -100,8 +120,9 @@ async def _serve(
             samplers = None
         if samplers is not None:
             samples = Samples(
-                await stack.enter_async_context(samplers), vocab_size=vocab_size, most=limits.samples
-            )
+                await stack.enter_async_context(samplers), vocab_size=vocab_size, most=limits.samples,
+                ended=service.history.sampled,
+            )  # fmt: skip
             stack.push_async_callback(samples.close)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")
         server = TinkerServer(service, read_keys(parts.keys), samples=samples, watched_by=watched_by)

@@ -12,7 +12,7 @@ import hashlib
 import json
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,9 +44,13 @@ class _Asked:
 
 
 class Samples:
-    """Owned by one event loop. most: in flight, of each client. `close` last."""
+    """Owned by one event loop. most: in flight, of each client; ended: told of each request that engines have answered:
+    its client, sampled tokens. `close` last."""
 
-    def __init__(self, sampling: Sampling, *, vocab_size: int, most: int) -> None:
+    def __init__(
+        self, sampling: Sampling, *, vocab_size: int, most: int, ended: Callable[[str, int], None] = lambda *_: None
+    ) -> None:
+        self._note_ended = ended
         self._sampling, self._vocab_size, self._most = sampling, vocab_size, most
         self._boot, self._count = secrets.token_hex(6), 0
         self._tasks = Background()
@@ -75,7 +79,7 @@ class Samples:
         self._count += 1
         number = f"{SAMPLE}{self._boot}-{self._count}"
         self.in_flight[client] += 1
-        task = self._tasks.start(self._sample(asked, weights), number, awaited=True)
+        task = self._tasks.start(self._sample(client, asked, weights), number, awaited=True)
         task.add_done_callback(lambda _: self.in_flight.subtract([client]))
         self._asked[number], self._by_key[key] = _Asked(client, key, digest, task), number
         self._forget()
@@ -103,15 +107,17 @@ class Samples:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def _sample(self, asked: SampleRequest, weights: Path | None) -> dict[str, Any]:
+    async def _sample(self, client: str, asked: SampleRequest, weights: Path | None) -> dict[str, Any]:
         try:
             output = await self._sampling.sample(asked, weights)
         except (UsageError, EngineRejected) as error:
             return {"error": str(error), "category": "user"}
         except RltoolError as error:
             return {"error": str(error), "category": "server"}
+        tokens = sum(len(sequence.tokens) for sequence in output.sequences)
         self.ended += 1
-        self.tokens += sum(len(sequence.tokens) for sequence in output.sequences)
+        self.tokens += tokens
+        self._note_ended(client, tokens)
         return {"proto": base64.b64encode(encode_samples(output)).decode()}
 
     def _forget(self) -> None:

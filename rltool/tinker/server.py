@@ -270,6 +270,7 @@ class TinkerServer:
 
     async def _answer(self, request: web.Request, handler: Handler, body: Body | None) -> web.Response:
         """body: None for that of the request, JSON."""
+        client = ""
         try:
             client = self._client(request)
             if body is None:
@@ -281,9 +282,17 @@ class TinkerServer:
         except _TryAgain:
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
         except Refused as refused:
-            return _error(refused.status, str(refused))
+            return self._refused(client, refused.status, str(refused))
         except UsageError as error:
-            return _error(422, str(error))
+            return self._refused(client, 422, str(error))
+        except web.HTTPRequestEntityTooLarge:
+            reason = f"the request has more than {self._service.limits.body_bytes} bytes (--max-body-bytes)"
+            return self._refused(client, 413, f"{reason}; send less data at a time")
+
+    def _refused(self, client: str, status: int, reason: str) -> web.Response:
+        if client:
+            self._service.history.refused(client, reason)
+        return _error(status, reason)
 
     def _client(self, request: web.Request) -> str:
         given = request.headers.get("X-API-Key", "").encode()
@@ -313,6 +322,7 @@ class TinkerServer:
         calls = {kind: counts.copy() for kind, counts in tuple(service.counts.items())}
         status = ServedStatus(
             calls=calls, waiting=service.waiting(), models=service.models(), running=service.running,
+            refused={who: found["refused"] for who, found in service.history.clients.items() if "refused" in found},
             requests=dict(self.requests),
         )  # fmt: skip
         if self._samples is not None:
@@ -335,9 +345,9 @@ def metrics_of(status: ServedStatus) -> dict[str, float]:
     for kind, counts in status.get("calls", {}).items():
         for name, value in cast(Mapping[str, float], counts).items():
             found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = float(value)
-    for name in ("waiting", "models", "samples_in_flight"):
+    for name in ("waiting", "models", "samples_in_flight", "refused"):
         for client, value in cast(Mapping[str, int], status.get(name) or {}).items():
-            found[f"served/{name}/{client}"] = value
+            found[f"served/{name}{'_total' if name == 'refused' else ''}/{client}"] = value
     if "samples" in status:
         found["served/samples_total"] = status["samples"]
         found["served/sampled_tokens_total"] = status.get("sampled_tokens", 0)

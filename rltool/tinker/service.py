@@ -2,7 +2,7 @@
 
 Each model's calls run in the order in which they were accepted; between clients they take turns. Since each model
 computes as if it were alone, its state follows from its own calls: after a restart it is that of the last snapshot and
-of the calls after it, carried out again.
+of the calls after it, carried out again. What a restart does not need goes with a snapshot (`Service._compact`).
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import secrets
 import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +38,7 @@ from rltool.tinker.calls import (
     trains_all,
     unnamed_sampler,
 )
-from rltool.tinker.journal import Call, Journal
+from rltool.tinker.journal import Call, History, Journal
 from rltool.training.served import ServedTrainer
 
 _OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
@@ -47,6 +49,16 @@ _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 
 T = TypeVar("T")
 
+_OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
+"""Calls that only the trainer's state knows of: a snapshot has what they did."""
+
+FETCHED_SECONDS = 600.0
+"""A result is kept so long after it was given out first: the answer may have been lost on its way."""
+RESULTS = 4
+"""Times Limits.in_flight: of each client the newest calls, whose results are kept where nobody asks for them."""
+NO_SEQ = 2**63
+KEPT_SAMPLERS = 1024
+"""Of each client, the newest sampling sessions."""
 KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
 
 TTL_SECONDS = (3600, 315_360_000)
@@ -128,6 +140,7 @@ class Service:
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
         self._journal = Journal(directory)
+        self.history = History(directory)
         self._models: dict[str, _Model] = {}
         self._sessions: dict[str, str] = {}
         self._finished: set[str] = set()
@@ -138,6 +151,8 @@ class Service:
         self._done: dict[str, int] = {}
         """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
+        self._fetched: dict[int, float] = {}
+        """Number of a call -> when its result was given out first."""
         self._shared, self._copying = shared, set[str]()
         self._deletions: list[Call] = []
         """Whose files may be there yet."""
@@ -294,7 +309,9 @@ class Service:
         name = sampler.name
         if name is None:
             results = self._journal.results
-            saved = [each for number, each in self._models[sampler.model].inflight if number in results]
+            done = self._done.get(sampler.model, -1)
+            inflight = self._models[sampler.model].inflight
+            saved = [each for number, each in inflight if number in results or number <= done]
             name = saved[-1] if saved else ""
         directory = self._sampler_directory(sampler.model, name)
         if not name or not directory.exists():
@@ -363,7 +380,7 @@ class Service:
     def _remove_copies(self) -> None:
         """Those that no call needs which the snapshot does not have."""
         needed = {
-            call.body["copy"] for call in tuple(self._journal.calls)
+            call.body["copy"] for call in tuple(self._journal.calls.values())
             if "copy" in call.body and call.number > self._done.get(call.model, -1)
         }  # fmt: skip
         for copy in (self._directory / "checkpoints" / SHARED).glob("*"):
@@ -441,7 +458,7 @@ class Service:
     def _remove_deleted(self) -> None:
         """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
         for deletion in tuple(self._deletions):
-            before = self._journal.calls[: deletion.number]
+            before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
             after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
             if not any(_uses(call, deletion.model, deletion.body["name"]) for call in after_snapshot):
                 directory = self._checkpoint_directory(deletion.model, deletion.body["name"])
@@ -461,15 +478,19 @@ class Service:
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already."""
-        digest = hashlib.sha256(json.dumps([kind, body], sort_keys=True).encode()).hexdigest()
+        # The client counts its sampling sessions anew in every repetition, and takes the one that it is given.
+        content = {key: value for key, value in body.items() if key != "sampling_session"}
+        digest = hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
         async with self._accepting:
             known = self._by_key.get((client, key))
             if known is not None:
                 if known.digest != digest:
                     raise UsageError(f"call {key} was a {known.kind} of other content: a seq_id is used once")
                 return known
+            if _seq(model, key) <= self._journal.floors.get(model, -1):
+                raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
             self._within_limits(client, kind, model, body)
-            call = Call(len(self._journal.calls), client, kind, model, key, digest, body)
+            call = Call(self._journal.next, client, kind, model, key, digest, body)
             # In the loop, not in a thread: a client that leaves cannot part an accepted call from the books.
             self._journal.accept(call)
             self._enter(call)
@@ -552,15 +573,17 @@ class Service:
 
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
-        calls = self._journal.calls
-        if not 0 <= number < len(calls) or calls[number].client != client or calls[number].kind in _OF_THE_BOOKS:
-            raise Refused(404, f"there is no request {number}")
-        results = self._journal.results
+        call, results = self._journal.calls.get(number), self._journal.results
+        if call is None or call.client != client or call.kind in _OF_THE_BOOKS:
+            raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
+        if number <= self._done.get(call.model, -1) and number not in results:
+            raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
         try:
             async with asyncio.timeout(seconds), self._news:
                 await self._news.wait_for(lambda: number in results)
         except TimeoutError:
             return None
+        self._fetched.setdefault(number, time.monotonic())
         return results[number]
 
     # -- carrying out
@@ -649,10 +672,12 @@ class Service:
         finally:
             self.running = ""
             counts["calls"] += 1
-            counts["seconds"] += time.perf_counter() - began
-        self._done[call.model] = call.number
+            seconds = time.perf_counter() - began
+            counts["seconds"] += seconds
         if call.number not in self._journal.results:
             self._journal.finish(call, result)
+            self.history.carried_out(call, result, seconds)
+        self._done[call.model] = call.number
         self._since_snapshot += 1
         if self._since_snapshot >= self._snapshot_every:
             self._snapshot()
@@ -670,6 +695,61 @@ class Service:
                 shutil.rmtree(other)
         self._remove_deleted()
         self._remove_copies()
+        self._compact()
+
+    def _compact(self) -> None:
+        """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
+        of calls that are done and were fetched, and sampling sessions of long ago."""
+        calls, seen = self._journal.calls, (Counter[str](), Counter[str]())
+        now, most = time.monotonic(), RESULTS * self.limits.in_flight
+        changed: dict[int, Call | None] = {}
+        results: list[int] = []
+        floors: dict[str, int] = {}
+        for call in reversed(tuple(calls.values())):
+            if call.kind == "sampling_session" or call.body.get("sampling_session"):
+                seen[0][call.client] += 1
+            if call.number > self._done.get(call.model, -1) and call.kind not in _OF_THE_BOOKS:
+                continue
+            has_result = call.kind not in _OF_THE_BOOKS
+            seen[1][call.client] += has_result
+            fetched = self._fetched.get(call.number, math.inf)
+            asked = has_result and now < fetched + FETCHED_SECONDS and seen[1][call.client] <= most
+            if not asked and not self._in_books(call, seen[0][call.client]):
+                changed[call.number] = None
+                if (seq := _seq(call.model, call.key)) < NO_SEQ:
+                    floors[call.model] = max(seq, floors.get(call.model, -1))
+            elif not asked and not _makes_a_model(call):
+                results.append(call.number)
+            elif "proto" in call.body:
+                changed[call.number] = replace(call, body={})
+        gone = [calls[number] for number, call in changed.items() if call is None]
+        self._journal.compact(changed, results, floors)
+        for call in changed.values():
+            if call is not None:
+                self._by_key[call.client, call.key] = call
+        for call in gone:
+            self._forget(call)
+        for number in [each for each in tuple(self._fetched) if each not in self._journal.results]:
+            del self._fetched[number]
+
+    def _in_books(self, call: Call, samplers: int) -> bool:
+        """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
+        the newest to this."""
+        if call.kind == "checkpoint_ttl":
+            model, name = self._models[call.model], call.body["name"]
+            return name not in model.deleted and model.expires.get(name) == call.body["expires"]
+        if call.kind == "sampling_session" or call.body.get("sampling_session"):
+            return samplers <= KEPT_SAMPLERS
+        return call.kind not in _OF_THE_TRAINER or _makes_a_model(call)
+
+    def _forget(self, call: Call) -> None:
+        self._by_key.pop((call.client, call.key), None)
+        if call.kind == "sampling_session":
+            self._samplers.pop(call.model, None)
+        if session := call.body.get("sampling_session"):
+            self._samplers.pop(session, None)
+            with suppress(ValueError):
+                self._models[call.model].inflight.remove((call.number, call.body["name"]))
 
     def _recover(self) -> None:
         for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
@@ -679,7 +759,7 @@ class Service:
             held = json.loads(pointer.read_text(encoding="utf-8"))
             self._trainer.restore(self._directory / "snapshots" / held["name"])
             self._done = held["done"]
-        for call in self._journal.calls:
+        for call in self._journal.calls.values():
             self._enter(call)
         self._remove_deleted()
         rank = self.limits.rank
@@ -693,6 +773,7 @@ class Service:
 
     def close(self) -> None:
         self._journal.close()
+        self.history.close()
 
 
 def _follow(body: dict[str, Any], known: set[str]) -> None:
@@ -710,6 +791,11 @@ def _ttl(seconds: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
         raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
     return seconds
+
+
+def _seq(model: str, key: str) -> int:
+    """Of the key MODEL:SEQ of a call on a model; NO_SEQ for others."""
+    return int(key.removeprefix(f"{model}:")) if key.startswith(f"{model}:") else NO_SEQ
 
 
 def _makes_a_model(call: Call) -> bool:

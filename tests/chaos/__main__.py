@@ -24,8 +24,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0, help="for all runs together")
     parser.add_argument("--soak", action="store_true", help="one run for all the time; fails if anything grows")
     parser.add_argument("--real", action="store_true", help="one run on real engines and a real router, on the CPU")
+    parser.add_argument("--served", action="store_true", help="clients of a served trainer, all of it real and killed")
     options = parser.parse_args()
     try:
+        if options.served:
+            return served(options.seed, options.minutes)
         return real(options.seed, options.minutes) if options.real else fakes(options)
     except Violation as violation:
         print(f"VIOLATION: {violation}", flush=True)
@@ -36,6 +39,13 @@ def real(seed: int, minutes: float) -> int:
     from tests.chaos.real import run_real
 
     print("\n".join([f"seed {seed}: every invariant held", *run_real(seed, minutes)]))
+    return 0
+
+
+def served(seed: int, minutes: float) -> int:
+    from tests.chaos.served import run_served
+
+    print("\n".join([f"seed {seed}: every invariant held", *run_served(seed, minutes)]))
     return 0
 
 

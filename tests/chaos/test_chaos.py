@@ -7,6 +7,7 @@ import pytest
 from rltool.quickstart.tiny_model import make_tiny_model
 from tests.chaos.driver import events_or_seconds, run_seed
 from tests.chaos.resources import GROWTH, growth, medians
+from tests.chaos.served import LOSE_ANSWER, LOSE_REQUEST, ROLES, run_served
 
 EVENTS = 100
 SEEDS = (1, 4)
@@ -21,6 +22,14 @@ def model(tmp_path_factory):
 def test_nothing_is_lost_and_nobody_is_stale_whatever_happens_to_the_engines(model, seed):
     report = run_seed(seed, model, enough=events_or_seconds(events=EVENTS))
     assert report.events.total() >= EVENTS and report.steps > 0 and report.tokens > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+@pytest.mark.timeout(2400)
+def test_clients_of_a_served_trainer_lose_no_call_and_repeat_none_whatever_is_killed():
+    [line] = run_served(seed=3, minutes=0.1)
+    assert all(f"'{name}'" in line for name in ("rank", *ROLES, LOSE_ANSWER, LOSE_REQUEST)), line
 
 
 def rising(least: float, most: float) -> list[float]:

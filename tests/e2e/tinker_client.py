@@ -366,6 +366,50 @@ def long_rounds(service):
     return {"rounds": [tokens for tokens, _ in rounds(service, 8)["rounds"]]}
 
 
+def chaos(service):
+    """Steps of many kinds, drawn by a seed, until a file appears (tests/chaos/served.py): results, and samples of this
+    version and of older ones beside the trainer's log-probabilities of them."""
+    draw = np.random.default_rng(int(sys.argv[4]))
+    client = service.create_lora_training_client("tiny", rank=4, seed=int(sys.argv[4])).result()
+    results, samples, saved, samplers, steps = [], [], [], [], 0
+    losses = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
+    while steps < int(sys.argv[5]) and not os.path.exists(sys.argv[6]):
+        chosen, seeds = draw.choice(losses, draw.integers(1, 4)), draw.integers(0, 1000, 3)
+        called = [
+            client.forward_backward(data_of(int(seed), loss != "cross_entropy"), str(loss))
+            for loss, seed in zip(chosen, seeds, strict=False)
+        ]
+        called.append(client.optim_step(types.AdamParams(learning_rate=float(draw.uniform(1e-3, 1e-2)))))
+        saving, loading, publishing = (draw.random() < share for share in (0.3, 0.2, 0.5))
+        which = draw.random()
+        if saving:
+            called.append(client.save_state(f"step-{steps}"))
+        found = [each.result() for each in called]
+        results += [["forward_backward", *flat(each)] for each in found[: len(chosen)]]
+        results.append(["optim_step", found[len(chosen)].metrics["grad_norm"]])
+        if saving:
+            saved.append(found[-1].path)
+        if loading and saved:
+            client.load_state_with_optimizer(saved[int(which * len(saved))]).result()
+            results.append(["load", *flat(client.forward(data_of(99), "cross_entropy").result())])
+        if publishing:
+            sampler = client.save_weights_and_get_sampling_client()
+            [sequence] = sampled(sampler, seed=steps).sequences
+            tokens = list(sequence.tokens)
+            trainer = scored(client, PROMPT, tokens)
+            given = [float(each) for each in sequence.logprobs]
+            samples.append({"of": steps, "at": steps, "tokens": tokens, "sampled": given, "trainer": trainer})
+            samplers = [*samplers, (steps, sampler, tokens, trainer)][-3:]
+            for of, older, tokens, trainer in samplers:
+                logprobs = older.compute_logprobs(ids(*PROMPT, *tokens)).result()[len(PROMPT) :]
+                samples.append({"of": of, "at": steps, "tokens": tokens, "sampled": logprobs, "trainer": trainer})
+        steps += 1
+        print(f"step {steps}", file=sys.stderr, flush=True)
+    path = client.save_weights_for_sampler("end").result().path
+    results.append(["end", *flat(client.forward(data_of(99), "cross_entropy").result())])
+    return {"results": results, "samples": samples, "steps": steps, "path": path}
+
+
 def stranger_sampler(service):
     return {"error": message(lambda: sampled(service.create_sampling_client(model_path=sys.argv[4])))}
 

@@ -10,8 +10,10 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,21 +23,27 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
+import rltool.tinker.journal as journal_module
+import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
 from rltool.cli import main
 from rltool.commands.tables import served_line
+from rltool.config.serve_trainer import ServeTrainerConfig
+from rltool.config.train import TrainConfig
 from rltool.engines.run_client import SERVED_ROLE
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
 from rltool.tinker.full_weights import PublishedWeights
-from rltool.tinker.journal import Journal
+from rltool.tinker.journal import Journal, Lines
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
 from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
+from rltool.training.checks.preflight import EnginesAway
 from rltool.training.served import StepOutput
+from rltool.training.stopping import StopSignal
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import field, forward_proto
 from tests.contract.tinker.tested_by import check_called
@@ -80,33 +88,47 @@ async def forward(service: Service, client: str, model: str, seq: int, *, seed: 
     return await service.on_model(client, "forward_backward", model, seq, {"proto": base64.b64encode(proto).decode()})
 
 
-async def life(service: Service, session: str) -> list[Any]:
-    """A client's whole loop, each call again from the first: those that were acknowledged are known."""
+async def life(service: Service, session: str, known: dict[int, Any]) -> list[Any]:
+    """A client's whole loop. known: results by the place of their call, which grow; such calls are not made again, all
+    others are, from the first: those that were acknowledged are known to the service."""
     model = f"{session}:train:0"
-    calls = [await service.create_model("a", {"session_id": session, "model_seq_id": 0, "base_model": "base"})]
+    made: list[Any] = []
+
+    async def call(make: Callable[[], Awaitable[Any]]) -> None:
+        made.append(None if len(made) in known else await make())
+
+    async def fetch() -> None:
+        for place, each in enumerate(made):
+            if place not in known:
+                known[place] = await service.result("a", each.number, 5)
+
+    of_model = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+    await call(lambda: service.create_model("a", of_model))
     seq = 0
     for step in range(2):
         for each in range(2):
             seq += 1
-            calls.append(await forward(service, "a", model, seq, seed=each + step))
+            await call(partial(forward, service, "a", model, seq, seed=each + step))
         seq += 1
-        adam = {"learning_rate": 0.1}
-        calls.append(await service.optim_step("a", {"model_id": model, "seq_id": seq, "adam_params": adam}))
+        adam = {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": 0.1}}
+        await call(partial(service.optim_step, "a", adam))
         seq += 1
-        calls.append(await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
-        [await service.result("a", call.number, 5) for call in calls]
+        await call(partial(service.save_weights, "a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
+        await fetch()
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
-    calls.append(await service.load_weights("a", body))
+    await call(lambda: service.load_weights("a", body))
     await service.delete_checkpoint("a", model, "s0")
-    calls += [await forward(service, "a", model, seq + each) for each in (2, 3, 4)]
-    return [await service.result("a", call.number, 5) for call in calls]
+    for each in (2, 3, 4):
+        await call(partial(forward, service, "a", model, seq + each))
+    await fetch()
+    return list(known.values())
 
 
-async def driven(service: Service, session: str | None) -> list[Any]:
+async def driven(service: Service, session: str | None, known: dict[int, Any]) -> list[Any]:
     running = asyncio.create_task(service.run())
-    living = asyncio.create_task(life(service, session or await service.open_session("a")))
+    living = asyncio.create_task(life(service, session or await service.open_session("a"), known))
     done, _ = await asyncio.wait({running, living}, return_when=asyncio.FIRST_COMPLETED)
-    calls = service._journal.calls
+    calls = list(service._journal.calls.values())
     if living in done and living.exception() is None:  # what was acknowledged long ago is carried out again
         while service._done.get(calls[-1].model, -1) < calls[-1].number and not running.done():
             await asyncio.sleep(0.001)
@@ -124,8 +146,9 @@ async def driven(service: Service, session: str | None) -> list[Any]:
 
 
 @contextmanager
-def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The process dies at the count-th time that it writes something: before it, or after it, in turns."""
+def killed_at(count: int, monkeypatch: pytest.MonkeyPatch, *, compacting: bool) -> Iterator[list[int]]:
+    """The process dies at the count-th time that it writes something: before it, or after it, in turns. compacting: of
+    what a compaction writes."""
     seen = [0]
 
     def dying(original: Any) -> Any:
@@ -140,19 +163,21 @@ def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
         return call
 
     with monkeypatch.context() as patch:
-        for place, name in (
+        places = (
             (Journal, "accept"), (Journal, "finish"), (service_module, "write_json_atomic"),
-            (PlainTrainer, "snapshot"), (PlainTrainer, "save"), (service_module.shutil, "rmtree"),
-        ):  # fmt: skip
+            (PlainTrainer, "snapshot"), (PlainTrainer, "save"), (service_module.shutil, "rmtree"), (Journal, "compact"),
+        )  # fmt: skip
+        steps = ((Lines, "replace"), (journal_module, "sync_directory"), (os, "replace"), (Service, "_forget"))
+        for place, name in steps if compacting else places:
             patch.setattr(place, name, dying(getattr(place, name)))
         yield seen
 
 
-async def attempt(directory: Path) -> tuple[list[Any], PlainTrainer]:
+async def attempt(directory: Path, known: dict[int, Any] | None = None) -> tuple[list[Any], PlainTrainer]:
     service, trainer = make(directory)
     try:
         session = next(iter(service._sessions), None)
-        return await driven(service, session), trainer
+        return await driven(service, session, {} if known is None else known), trainer
     finally:
         service.close()
 
@@ -162,27 +187,83 @@ def without_session(found: object, directory: Path) -> str:
     return str(found).replace(session, "SESSION")
 
 
-def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(tmp_path, monkeypatch):
+@pytest.mark.parametrize("forgets", [False, True])
+def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(tmp_path, monkeypatch, forgets):
+    """forgets: results that were fetched go with the next snapshot, and the client does not ask for them again."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # of no matter to a kill, and what takes the time here
+    if forgets:
+        monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
     expected, trainer = asyncio.run(attempt(tmp_path / "whole"))
     assert not any("error" in each for each in expected)
     want = without_session(expected, tmp_path / "whole")
     [saved] = (tmp_path / "whole" / "checkpoints").iterdir()
     assert {each.name for each in saved.iterdir()} == {"s1"}
     count = 0
-    for count in range(300):
-        directory = tmp_path / str(count)
-        with killed_at(count, monkeypatch):
+    for count in range(900):
+        directory, known = tmp_path / str(count), dict[int, Any]()
+        with killed_at(count, monkeypatch, compacting=forgets):
             try:
-                asyncio.run(attempt(directory))
+                asyncio.run(attempt(directory, known))
             except Killed:
                 pass
             else:
                 break  # it came to its end: there is no later point
-        found, again = asyncio.run(attempt(directory))
+        for name in ("calls", "results"):  # as a kill in the middle of its writing leaves it
+            (directory / f"{name}.jsonl.new").write_bytes(b'{"number":0,"cl')
+        found, again = asyncio.run(attempt(directory, known if forgets else None))
         assert without_session(found, directory) == want, f"killed at {count}"
         [one], [other] = trainer.models.values(), again.models.values()
         assert all(torch.equal(one[name], other[name]) for name in one), f"killed at {count}"
-    assert 40 < count < 299
+        shutil.rmtree(directory)
+    assert 40 < count < 899
+
+
+def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
+    monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 5)
+
+    async def steps(service: Service, model: str, begin: int, end: int) -> None:
+        for seq in range(begin, end, 2):
+            await forward(service, "a", model, seq)
+            call = await service.optim_step("a", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})
+            for each in (call.number - 1, call.number):
+                assert await service.result("a", each, 5)
+            body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": seq, "base_model": "base"}
+            await service.open_sampler("a", body)
+
+    async def stopped(service: Service, running: asyncio.Task[None]) -> int:
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        return sum((tmp_path / name).stat().st_size for name in ("calls.jsonl", "results.jsonl"))
+
+    async def case() -> None:
+        service, trainer = make(tmp_path)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+        unasked, early = await forward(service, "a", model, 1), await forward(service, "a", model, 2)
+        await steps(service, model, 3, 31)
+        assert await service.result("a", early.number, 5)
+        sizes = [await stopped(service, running)]
+        for begin in (31, 131):
+            before = trainer.models[model]["weights"]
+            service, trainer = make(tmp_path)
+            assert service.models_of("a") == [model]
+            running = asyncio.create_task(service.run())
+            with pytest.raises(UsageError, match="is too old"):
+                await forward(service, "a", model, 5)
+            with pytest.raises(Refused, match="fetched long ago"):
+                await service.result("a", unasked.number + 4, 5)
+            if begin == 31:  # nobody has fetched it until now
+                assert await forward(service, "a", model, 1) == replace(unasked, body={})
+                assert "proto" in (await service.result("a", unasked.number, 0) or {})
+            await steps(service, model, begin, begin + 100)
+            assert not torch.equal(trainer.models[model]["weights"], before)
+            sizes.append(await stopped(service, running))
+        assert len(trainer.models) == 1 and max(sizes) < 9000, sizes
+        assert abs(sizes[2] - sizes[1]) < 1500, sizes
+
+    asyncio.run(case())
 
 
 def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path):
@@ -219,6 +300,24 @@ def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, mon
     assert len(Journal(tmp_path).calls) == 1
 
 
+def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
+    found = iter([EnginesAway("one"), EnginesAway("one"), "fleet"])
+
+    def probed(_: object) -> object:
+        each = next(found)
+        if isinstance(each, Exception):
+            raise each
+        return each
+
+    monkeypatch.setattr(main_module, "probed", probed)
+    monkeypatch.setattr(main_module, "AWAY_SECONDS", 0.0)
+    stop, config = StopSignal(lambda _: None), TrainConfig.model_construct()
+    assert main_module._engines(config, ServeTrainerConfig(), stop) == "fleet"
+    found = iter([EnginesAway("one"), EnginesAway("one")])
+    with pytest.raises(EnginesAway):
+        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop)
+
+
 async def model_of(service: Service, client: str) -> str:
     session = await service.open_session(client)
     call = await service.create_model(client, {"session_id": session, "model_seq_id": 0, "base_model": "base"})
@@ -233,6 +332,13 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
         assert first == again
         with pytest.raises(UsageError, match="a seq_id is used once"):
             await forward(service, "a", model, 1, seed=1)
+        made = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "base"}
+        model = (await service.create_model("a", made | {"lora_config": {"rank": 1}})).model
+        saves = [{"model_id": model, "seq_id": 1, "sampling_session_seq_id": number} for number in (4, 5)]
+        first, again = [await service.save_weights_for_sampler("a", each) for each in saves]  # as the client repeats it
+        assert first == again and first.body["sampling_session"].endswith(":sample:4")
+        with pytest.raises(UsageError, match="a seq_id is used once"):
+            await service.save_weights_for_sampler("a", saves[0] | {"kind": "inflight"})
 
     asyncio.run(case())
 
@@ -589,19 +695,37 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
     asyncio.run(scenario())
 
 
+def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
+    service, _ = make(tmp_path, body_bytes=2000)
+    server = TinkerServer(service, {"a": "tml-a"})
+
+    async def scenario() -> None:
+        async with TestClient(TestServer(server.app())) as http:
+            model = await model_of(service, "a")
+            proto = forward_proto(model, 1, tokens=[1] * 200, targets=[2] * 200)
+            for kind, body in (("x-protobuf", proto), ("json", b'"' + b"x" * 2000 + b'"')):
+                head = {"X-API-Key": "tml-a", "Content-Type": f"application/{kind}"}
+                route = "forward_backward" if kind == "x-protobuf" else "optim_step"
+                async with http.post(PREFIX + route, data=body, headers=head) as reply:
+                    assert reply.status == 413 and "more than 2000 bytes" in (await reply.json())["error"]
+
+    asyncio.run(scenario())
+
+
 def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
-    service, _ = make(tmp_path)
+    monkeypatch.setattr(journal_module, "TALLY_SECONDS", 0.0)
+    lab = open_run("lab", create=True)
+    service, _ = make(lab.path / "served")
     samples = Samples(Endless(), vocab_size=10, most=1)
     server = TinkerServer(service, {"a": "tml-a"}, samples=samples, watched_by=("lab", "the-run"))
 
-    lab = open_run("lab", create=True)
     lab.key_file.write_text("the-run")
 
-    def top() -> None:
+    def say(*words: str) -> None:
         with pytest.raises(SystemExit) as ended:
-            main(["top", "--once"])
+            main([*words])
         assert ended.value.code == 0
 
     async def scenario() -> tuple[Any, str]:
@@ -620,6 +744,10 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
             await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "s"})
             call = await service.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
             assert "error" in (await service.result("a", call.number, 5) or {})
+            wrong, own = {"model_id": "other", "seq_id": 1}, {"X-API-Key": "tml-a"}
+            async with http.post(PREFIX + "optim_step", json=wrong, headers=own) as reply:
+                assert reply.status == 404
+            await asyncio.to_thread(say, "report", "lab")
             for key in ("Bearer tml-a", ""):
                 assert (await http.get("/status", headers={"Authorization": key})).status == 401
             run = {"Authorization": "Bearer the-run"}
@@ -627,16 +755,19 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
                 status = await reply.json()
             async with http.get("/metrics", headers=run) as reply:
                 metrics = await reply.text()
-            await asyncio.to_thread(top)
+            await asyncio.to_thread(say, "top", "--once")
         running.cancel()
         await asyncio.wait({running})
         return status, metrics
 
     status, metrics = asyncio.run(scenario())
+    page = (lab.path / "report.html").read_text()
+    assert "there is no model &#x27;other&#x27;" in page and "beta3 is not supported" in page
     kinds = {kind: (counts["calls"], counts["failed"], counts["tokens"]) for kind, counts in status["calls"].items()}
     assert kinds == {
         "create_model": (1, 0, 0), "forward_backward": (1, 0, 3), "save_weights": (1, 0, 0), "optim_step": (1, 1, 0),
     }  # fmt: skip
+    assert status["refused"] == {"a": 1} and 'rltool_served_refused_total{run="lab",client="a"} 1' in metrics
     assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
     assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics

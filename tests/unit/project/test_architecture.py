@@ -325,6 +325,7 @@ WALL_CLOCK = {
     "report/page.py": "when a page was made",
     "training/observe/loggers.py": "MLflow wants the time of each value",
     "training/observe/run_facts.py": "when a run was started, for its report",
+    "tinker/journal.py": "when a call was carried out, for the report",
     "tinker/service.py": "checkpoints expire at a date, which outlives the process; when a model was used last",
 }
 

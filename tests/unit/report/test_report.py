@@ -8,12 +8,13 @@ from itertools import pairwise
 import pytest
 
 from rltool.cli import main
-from rltool.errors import RltoolError
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.report.charts import Series, format_number, line_chart, moving_mean, nice_ticks, stacked_bars
 from rltool.report.page import phases, write_report
 from rltool.report.run_files import evenly, flatten, read_metrics
 from rltool.report.samples import SampleRecord, StepSamples, encoded, sample_file
+from rltool.report.served import read_served
 
 
 def record(step, **values):
@@ -318,3 +319,41 @@ def test_the_verb_reports_on_the_newest_run_or_the_named_one_and_writes_where_it
     assert "0.25 → 0.25" in (tmp_path / "page.html").read_text()
     code, said = report("--out", str(tmp_path / "no" / "such" / "page.html"))
     assert code == 1 and "--out" in said
+
+
+def test_the_report_of_a_served_trainer_has_models_losses_by_step_and_clients_over_all_starts(tmp_path):
+    run_dir = tmp_path / "lab"
+    (run_dir / "served").mkdir(parents=True)
+    call = {"time": 1e9, "client": "<b>a", "model": "m:train:0", "seconds": 0.5, "tokens": 0}
+    forward = {**call, "kind": "forward_backward", "tokens": 7, "backward": True}
+    lines = [
+        {"time": 1e9, "boot": "1", "clients": {}},
+        {**call, "kind": "create_model"},
+        {**forward, "loss": 2.0}, {**forward, "loss": 1.0}, {**forward, "loss": 9.0, "backward": False},
+        {**call, "kind": "optim_step", "grad_norm": 0.25, "skipped": 0.0},
+        {"time": 1e9, "boot": "1", "clients": {"<b>a": {"samples": 2, "sampled_tokens": 9, "refused": 1,
+                                                          "last_refusal": "no <i>room</i>"}}},
+        {"time": 1e9, "boot": "2", "clients": {"<b>a": {"samples": 3}}},
+        {**forward, "loss": 0.5},
+        {**call, "kind": "save_weights", "error": "disk"},
+        {**call, "kind": "optim_step", "grad_norm": 0.125},
+    ]  # fmt: skip
+    history = "".join(json.dumps(line) + "\n" for line in lines)
+    (run_dir / "served" / "history.jsonl").write_text(history + '{"time": 1, "cli')
+    found = read_served(run_dir)
+    [model] = found.models.values()
+    assert model.losses == [(1, 3.0), (2, 0.5)] and model.norms == [(1, 0.25), (2, 0.125)]
+    assert (model.calls, model.failed, model.tokens, model.seconds) == (8, 1, 28, 4.0) and found.starts == 2
+    counts = {"samples": 5, "sampled_tokens": 9, "refused": 1, "last_refusal": "no <i>room</i>"}
+    assert found.clients == {"<b>a": counts}
+    page = write_report([run_dir]).read_text()
+    Checker().feed(page)
+    assert "no &lt;i&gt;room" in page and "&lt;b&gt;a" in page and "<td>3</td><td>0.5</td><td>1: disk</td>" in page
+    other = tmp_path / "other"
+    other.mkdir()
+    full_run(other)
+    with pytest.raises(UsageError, match="lab: of serve-trainer"):
+        write_report([run_dir, other])
+    (run_dir / "served" / "history.jsonl").write_text("{}\n" + history)
+    with pytest.raises(RltoolError, match="line 1: no record"):
+        write_report([run_dir])
