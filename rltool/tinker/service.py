@@ -90,9 +90,9 @@ class Limits:
 class _Model:
     """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; samplers: of its weights for
     sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
-    these. ttl: seconds that a save asked for. expires: set later, seconds of the clock, None for never. refused: by the
-    trainer, when it was to be made; it is neither listed nor counted. unloaded: its trainer has forgotten it, and its
-    checkpoints stay."""
+    these. ttl, sampler_ttl: seconds that a save asked for; expired: samplers whose time is over. expires: set later,
+    seconds of the clock, None for never. refused: by the trainer, when it was to be made; it is neither listed nor
+    counted. unloaded: its trainer has forgotten it, and its checkpoints stay."""
 
     client: str
     lora: dict[str, Any] | None
@@ -101,6 +101,8 @@ class _Model:
     inflight: list[tuple[int, str]] = field(default_factory=list)
     deleted: set[str] = field(default_factory=set)
     ttl: dict[str, float] = field(default_factory=dict)
+    sampler_ttl: dict[str, float] = field(default_factory=dict)
+    expired: set[str] = field(default_factory=set)
     expires: dict[str, float | None] = field(default_factory=dict)
     refused: bool = False
     unloaded: bool = False
@@ -253,7 +255,8 @@ class Service:
 
     async def save_weights_for_sampler(self, client: str, body: dict[str, Any]) -> Call:
         """Without a path: for the sampling client that the call makes."""
-        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind"})
+        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
+        await self.expire()
         model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
         if kind not in (None, "snapshot", "inflight"):
             raise UsageError(f"kind is {kind!r}, expected snapshot or inflight")
@@ -263,6 +266,8 @@ class Service:
             session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
             kept = {"name": unnamed_sampler(_integer(seq, "seq_id")), "sampling_session": session}
             kept |= {"inflight": kind == "inflight"}
+        if body.get("ttl_seconds") is not None:
+            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
         if self.lora_of(model) is None:
             kept["full"] = True
         return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
@@ -270,6 +275,7 @@ class Service:
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
         """A session for sampling from saved weights, or from the base model."""
         _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
+        await self.expire()
         session = self._open_session(client, body.get("session_id"))
         name = _sampling_session(session, body.get("sampling_session_seq_id"))
         if body.get("base_model") not in (None, self.base_model):
@@ -430,8 +436,14 @@ class Service:
 
     async def expire(self) -> None:
         """Deletes the checkpoints whose time is over. A call of the journal like any other, so that what was loaded
-        before is loaded again after a kill."""
+        before is loaded again after a kill. Weights for sampling go with their files: what a restart saves again goes
+        again."""
         for model, held in list(self._models.items()):
+            for name, seconds in held.sampler_ttl.items():
+                directory = self._sampler_directory(model, name)
+                if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
+                    held.expired.add(name)
+                    shutil.rmtree(directory)
             if held.ttl or held.expires:
                 for each in self.saved(model):
                     if each.expires is not None and each.expires <= time.time():
@@ -506,7 +518,8 @@ class Service:
             if name in (self._models[model].names if is_state else self._models[model].samplers):
                 path = checkpoint_path(model, name) if is_state else sampler_path(model, name)
                 raise UsageError(f"{path} is there already; a name is given once")
-            if sum(len(each.names - each.deleted) + len(each.samplers) for each in own) >= self.limits.checkpoints:
+            kept = (len(each.names - each.deleted) + len(each.samplers - each.expired) for each in own)
+            if sum(kept) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
@@ -544,6 +557,10 @@ class Service:
 
     def _enter_sampler(self, call: Call) -> None:
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
+        if "ttl_seconds" in call.body:
+            model.sampler_ttl[name] = call.body["ttl_seconds"]
+            if call.number <= self._done.get(call.model, -1) and not self._sampler_directory(call.model, name).exists():
+                model.expired.add(name)
         if session is None:
             model.samplers.add(name)
         elif call.body["inflight"]:

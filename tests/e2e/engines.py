@@ -185,12 +185,21 @@ def sglang_python() -> Path:
 
 def clients_python() -> Path:
     """The interpreter of the released clients' environment (requirements/clients.txt). In CI its absence fails."""
-    named = os.environ.get("RLTOOL_CLIENTS_PYTHON")
-    how = "make venv-clients, then RLTOOL_CLIENTS_PYTHON=$PWD/.venv-clients/bin/python (`make test` does both)"
+    return _released("clients", "RLTOOL_CLIENTS_PYTHON")
+
+
+def cookbook_python() -> Path:
+    """That of tinker-cookbook's recipes (requirements/cookbook.txt), as clients_python."""
+    return _released("cookbook", "RLTOOL_COOKBOOK_PYTHON")
+
+
+def _released(what: str, variable: str) -> Path:
+    named = os.environ.get(variable)
+    how = f"make venv-{what}, then {variable}=$PWD/.venv-{what}/bin/python (`make test` does both)"
     if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
-        pytest.skip(f"clients run in an environment of their own, and RLTOOL_CLIENTS_PYTHON names none: {how}")
+        pytest.skip(f"{what}: runs in an environment of its own, and {variable} names none: {how}")
     if not named or not Path(named).exists():
-        pytest.fail(f"RLTOOL_CLIENTS_PYTHON is {named!r}, which names no interpreter: {how}")
+        pytest.fail(f"{variable} is {named!r}, which names no interpreter: {how}")
     return Path(named)
 
 

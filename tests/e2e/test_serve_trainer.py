@@ -17,12 +17,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rltool.engines.run_client import SERVED_ROLE, Driver
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
 from rltool.rollout.measure.dump import write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.tinker.launch import ROLE
+from tests.contract.tinker.tested_by import check_called, routes_of
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.job import REPOSITORY, Job, write_job
 from tests.e2e.test_tinker import CLIENT, result_of
@@ -55,6 +57,10 @@ class Served:
         assert "failed" not in found, (found, self.log()[-3000:])
         return found
 
+    def requests(self) -> dict[str, int]:
+        """Of the server's process, by route."""
+        return Driver(self.url, self.run.key_file, SERVED_ROLE).served().get("requests", {})
+
     def log(self) -> str:
         state = read_state(self.run, ROLE)
         return "" if state is None or state.log is None else state.log.read_text()
@@ -66,6 +72,17 @@ def served(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Ite
     root = tmp_path_factory.mktemp("served")
     with serving(root, tiny_tied_dir, 8, "--lora-rank", "8", "--lora-slots", "2") as found:
         yield found
+
+
+@pytest.fixture(autouse=True)
+def calls_what_the_docs_say(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not routes_of(request.node.name):
+        yield
+        return
+    served = request.getfixturevalue("served")
+    before = served.requests()
+    yield
+    check_called(request.node.name, before, served.requests())
 
 
 @contextmanager

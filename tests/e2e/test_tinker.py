@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,10 @@ import torch
 from safetensors.torch import load_file
 
 from rltool.cli import main
+from tests.contract.tinker.tested_by import check_called, routes_of
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.megatron_models import save_hf
+from tests.e2e.tinker_server import WATCH_KEY
 
 pytestmark = pytest.mark.e2e
 
@@ -36,8 +39,8 @@ def model(tmp_path_factory):
 
 
 class Server:
-    def __init__(self, model: Path, directory: Path) -> None:
-        self.model, self.directory, self.port = model, directory, free_port()
+    def __init__(self, model: Path, directory: Path, name: str) -> None:
+        self.model, self.directory, self.port, self.name = model, directory, free_port(), name
         self.keys = directory / "keys"
         self.keys.mkdir(parents=True)
         for name, key in KEYS.items():
@@ -50,7 +53,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        arguments = [self.model, self.directory / "calls", self.keys, self.port]
+        arguments = [self.model, self.directory / "calls", self.keys, self.port, self.name]
         with (self.directory / "server.log").open("ab") as log:
             command = [sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -61,6 +64,12 @@ class Server:
                     return
             time.sleep(0.1)
 
+    def requests(self) -> dict[str, int]:
+        """Of its process, by route."""
+        asked = urllib.request.Request(f"{self.url}/status", headers={"Authorization": f"Bearer {WATCH_KEY}"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return json.load(answer)["requests"]
+
     def kill(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGKILL)
@@ -68,8 +77,9 @@ class Server:
 
 
 @contextmanager
-def serving(model: Path, directory: Path) -> Iterator[Server]:
-    server = Server(model, directory)
+def serving(model: Path, directory: Path, name: str = "tiny") -> Iterator[Server]:
+    """name: of the base model."""
+    server = Server(model, directory, name)
     server.start()
     try:
         yield server
@@ -97,6 +107,17 @@ def server(model, tmp_path_factory) -> Iterator[Server]:
     clients_python()
     with serving(model, tmp_path_factory.mktemp("served")) as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def calls_what_the_docs_say(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not routes_of(request.node.name):
+        yield
+        return
+    server = request.getfixturevalue("server")
+    before = server.requests()
+    yield
+    check_called(request.node.name, before, server.requests())
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The released tinker client, unmodified, in its own environment: URL KEY SCRIPT. Prints what it found, as JSON.
 
-It is run by RLTOOL_CLIENTS_PYTHON, which has neither rltool nor torch.
+It is run by RLTOOL_CLIENTS_PYTHON, which has neither rltool nor torch; `compared` by RLTOOL_COOKBOOK_PYTHON.
 """
 
 import io
@@ -444,6 +444,31 @@ def both_states(service):
         client.load_state_with_optimizer(path).result()
         found.append(flat(client.forward(data_of(99), "cross_entropy").result()))
     return {"states": found}
+
+
+def compared(service):
+    """The procedure of the cookbook's tests/compare_sampling_training_logprobs.py, with a text for its document: its
+    mean square of what a sampler's log-probabilities differ by; losses before and after three steps."""
+    import torch
+    from tinker_cookbook.supervised.common import datum_from_model_input_weights
+
+    client = service.create_lora_training_client(base_model=sys.argv[4]).result()
+    tokens = client.get_tokenizer().encode(sys.argv[5])
+    document = types.ModelInput.from_ints(tokens)
+    weights = torch.ones(len(tokens), dtype=torch.float32)
+    weights[0] = 0.0
+    datum = datum_from_model_input_weights(document, weights)
+    losses = []
+    for _ in range(3):
+        output = client.forward_backward([datum], loss_fn="cross_entropy")
+        client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+        losses.append(-output.result().loss_fn_outputs[0]["logprobs"].to_torch().mean().item())
+    trained = client.forward([datum], loss_fn="cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_torch()
+    client.save_state(name="compared", ttl_seconds=604800).result()
+    sampler = client.save_weights_and_get_sampling_client(name="compared")
+    sampled = torch.tensor(sampler.compute_logprobs(document).result()[1:])
+    mse = ((sampled - trained) ** 2).mean().item()
+    return {"mse": mse, "begun": losses[0], "trained": -trained.mean().item()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A trainer's server in tests: one real Megatron rank behind the API. MODEL DIRECTORY KEYS PORT"""
+"""A trainer's server in tests: one real Megatron rank behind the API. MODEL DIRECTORY KEYS PORT NAME. With
+another name than "tiny" it saves weights for sampling too, although no engine is there to sample with."""
 
 from __future__ import annotations
 
@@ -6,19 +7,29 @@ import asyncio
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
+from rltool.tinker.samples import Samples
+from rltool.tinker.sampling import Samplers
 from rltool.tinker.server import TinkerServer, read_keys, serve
 from rltool.tinker.service import Limits, Service
+from tests.e2e.megatron_models import VOCAB
 from tests.e2e.served_ranks import served
 
+WATCH_KEY = "the-run"
+"""Of `/status`."""
 
-def main(model: str, directory: str, keys: str, port: str) -> None:
+
+def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
     place = SimpleNamespace(rank=0, world_size=1, port=0)
     with served(place, Path(model)) as trainer:
 
         async def run() -> None:
-            service = Service(Path(directory), trainer, "tiny", limits=Limits(in_flight=32), snapshot_every=4)
-            server = TinkerServer(service, read_keys(Path(keys)), poll_seconds=1)
+            service = Service(Path(directory), trainer, name, limits=Limits(in_flight=32), snapshot_every=4)
+            samples = None if name == "tiny" else Samples(cast(Samplers, None), vocab_size=VOCAB, most=1)
+            server = TinkerServer(
+                service, read_keys(Path(keys)), samples=samples, poll_seconds=1, watched_by=("tests", WATCH_KEY)
+            )
             await serve(server, service, "127.0.0.1", int(port))
 
         asyncio.run(run())

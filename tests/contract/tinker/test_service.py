@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,7 +46,22 @@ from rltool.training.served import StepOutput
 from rltool.training.stopping import StopSignal
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import field, forward_proto
+from tests.contract.tinker.tested_by import check_called
 from tests.e2e.engines import clients_python
+
+
+@pytest.fixture(autouse=True)
+def calls_what_the_docs_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    servers: list[TinkerServer] = []
+    app = TinkerServer.app
+
+    def noted(server: TinkerServer) -> Any:
+        servers.append(server)
+        return app(server)
+
+    monkeypatch.setattr(TinkerServer, "app", noted)
+    yield
+    check_called(request.node.name, {}, sum((server.requests for server in servers), Counter()))
 
 
 class Endless:
@@ -524,6 +540,49 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
     asyncio.run(case())
 
 
+def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tmp_path, monkeypatch):
+    async def case() -> None:
+        service, _ = make(tmp_path, checkpoints=2)
+        running = asyncio.create_task(service.run())
+        model = await model_of(service, "a")
+
+        async def publish(seq: int, name: str, **more: Any) -> None:
+            body = {"model_id": model, "seq_id": seq, "path": name, **more}
+            call = await service.save_weights_for_sampler("a", body)
+            assert (await service.result("a", call.number, 5) or {})["path"] == f"tinker://{model}/sampler_weights/{name}"
+
+        def there() -> set[str]:
+            return {each.name for each in (tmp_path / "samplers" / model).iterdir()}
+
+        await publish(1, "brief", ttl_seconds=3600)
+        await publish(2, "kept")
+        with pytest.raises(UsageError, match="the most that a client may have"):
+            await publish(3, "more")
+        with pytest.raises(UsageError, match="ttl_seconds is 5"):
+            await publish(3, "more", ttl_seconds=5)
+        now = service_module.time.time()
+        monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
+        session = model.partition(":")[0]
+        opened = {"session_id": session, "sampling_session_seq_id": 0, "model_path": f"tinker://{model}/sampler_weights/"}
+        with pytest.raises(Refused, match="there are no weights"):
+            await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "brief"})
+        assert await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "kept"})
+        await publish(3, "more")  # what is gone does not count
+        assert there() == {"kept", "more"}
+        with pytest.raises(UsageError, match="a name is given once"):
+            await publish(4, "brief")
+        running.cancel()
+        service.close()
+        service, _ = make(tmp_path, checkpoints=2)
+        with pytest.raises(UsageError, match="the most that a client may have"):
+            await publish(4, "again")
+        await service.expire()
+        assert there() == {"kept", "more"}
+        service.close()
+
+    asyncio.run(case())
+
+
 def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_one_after_is_refused(tmp_path):
     async def case() -> None:
         service, trainer = make(tmp_path, snapshot_every=1)
@@ -615,6 +674,9 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
                 async with http.post(PREFIX + path, json=body, headers={"X-API-Key": "tml-a"}) as reply:
                     return reply.status, await reply.json()
 
+            assert (await post("session_heartbeat", {"session_id": session}))[0] == 200
+            assert (await post("session_heartbeat", {"session_id": "another"}))[0] == 404
+            assert (await post("telemetry", {"events": [{"event": "SESSION_START"}]}))[0] == 200
             opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
             sampler = (await post("create_sampling_session", opened))[1]["sampling_session_id"]
             asked = {

@@ -403,13 +403,18 @@ def test_the_page_of_models_is_up_to_date_and_names_every_architecture():
 def test_the_page_of_tinkers_api_is_up_to_date_and_names_tests_that_exist():
     page = PAGES["docs/tinker-api.md"]
     assert page == generator().tinker_page(), "run: python docs/generate.py tinker-api"
-    there = {
-        name
-        for file in (*(ROOT / "tests/contract/tinker").glob("test_*.py"), *(ROOT / "tests/e2e").glob("test_*.py"))
-        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
-    }
+    files = [*(ROOT / "tests/contract/tinker").glob("test_*.py"), *(ROOT / "tests/e2e").glob("test_*.py")]
+
+    def tests_in(file):
+        return re.findall(r"^def (test_\w+)", file.read_text(), re.MULTILINE)
+
+    there = {name for file in files for name in tests_in(file)}
     named = set(re.findall(r"`(test_\w+)`", page))
     assert named and named <= there
+    # That a named test calls its route is checked where it runs.
+    checked = [file for file in files if "def calls_what_the_docs_say(" in file.read_text()]
+    callers = set(re.findall(r"`(test_\w+)` \|$", page.partition("Recipes of")[0], re.MULTILINE))
+    assert callers <= {name for file in checked for name in tests_in(file)}
 
 
 def test_the_page_of_rooms_is_up_to_date_and_every_room_says_what_it_is():
