@@ -46,8 +46,7 @@ from rltool.engines.transfer.ipc import gpu_uuid
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import HttpRequest
 from rltool.processes import garbage
-from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import Rank, SendReport, WeightSender
+from rltool.weights.send.sender import Rank, SendReport, WeightSender, one_answer, one_meeting, one_report
 from rltool.weights.transport import Backend, OneRequestControl, PausingControl, Receiver, Rendezvous, transport
 
 BACKENDS: dict[str, tuple[Backend, ...]] = {

@@ -19,8 +19,7 @@ from rltool.errors import EngineError
 from rltool.megatron.export_plan import Export, ExportPlan, Stream
 from rltool.megatron.offload import Part
 from rltool.models.base import Parameter
-from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import Rank, SendReport, WeightSender
+from rltool.weights.send.sender import Rank, SendReport, WeightSender, one_answer, one_meeting, one_report
 from rltool.weights.send.stream import named_tensors
 from rltool.weights.sync_report import Failures
 from rltool.weights.transport import Receiver, Rendezvous

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 
 MAX_RELATIVE_ERROR = 0.2
@@ -53,6 +56,21 @@ class Coefficients:
             )
             found = replace(found, entropy=coef, entropy_bonus=bonus)
         return found
+
+
+def with_coefficients(
+    batch: TrainBatch, configured: AlgorithmConfig, present: AlgorithmConfig
+) -> tuple[TrainBatch, dict[str, float]]:
+    """kl_coefs and entropy_coefs where they are adapted, for the ranks, which know what was configured alone; and
+    train/kl_coef, train/entropy_coef."""
+    count, changes, metrics = batch.num_samples, {}, {}
+    if configured.adapts_kl and present.kl.kind != "none":
+        changes["kl_coefs"] = torch.full((count,), present.kl.coef)
+        metrics["train/kl_coef"] = present.kl.coef
+    if configured.adapts_entropy and present.entropy.kind == "bonus":
+        changes["entropy_coefs"] = torch.full((count,), present.entropy.coef)
+        metrics["train/entropy_coef"] = present.entropy.coef
+    return batch.replace(**changes), metrics
 
 
 def adapted_kl_coef(coef: float, kl: float, *, target: float, gain: float) -> float:

@@ -225,7 +225,7 @@ class BatchFields(LossFields):
     """[N] int64, equal for samples of one prompt."""
     loss_weights: Tensor = token(required=True)
     """Weight of each token's loss, so that "weighted sum / loss tokens of the *global* batch" is the configured
-    reduction whatever the split into ranks and micro-batches (algorithms/reduction.py)."""
+    reduction whatever the split into ranks and micro-batches (algorithms/shaping.py)."""
     baselines: Tensor | None = sample(cut="driver")
     """[N], reward of a greedy response to each sample's prompt; None unless one was sampled."""
     reward_parts: Tensor | None = sample(row="reward.parts", cut="driver")

@@ -1,5 +1,5 @@
-"""Tokens picked out of a whole rollout by the old policy's entropy, or by the covariance of log-probability and
-advantage.
+"""Entropy control: tokens picked out of a whole rollout by the old policy's entropy, or by the covariance of
+log-probability and advantage, to be left out of the policy loss or given a penalty.
 
 All rank tokens over samples, so they are made from the whole rollout before it is split: ranked within a micro-batch,
 the choice would depend on how samples are packed. Pure; T tokens back to back, 0 or 1 where loss_mask is 0.
@@ -11,6 +11,9 @@ import math
 
 import torch
 from torch import Tensor
+
+from rltool.algorithms.batch import TrainBatch
+from rltool.config.algorithm import AlgorithmConfig
 
 
 def top_entropy(entropies: Tensor, loss_mask: Tensor, *, fraction: float) -> Tensor:
@@ -48,11 +51,43 @@ def kl_cov(covariance: Tensor, loss_mask: Tensor, *, fraction: float) -> Tensor:
     """1 at floor(fraction * loss tokens), at least one, of the highest covariance, else 0; [T] float32 (KL-Cov, Cui et
     al. 2025)."""
     rows = (loss_mask > 0).nonzero().squeeze(-1)
-    highest = covariance[rows].argsort(descending=True, stable=True)[: _share(fraction, loss_mask)]
+    highest = covariance[rows].argsort(descending=True, stable=True)[: _count(fraction, loss_mask)]
     chosen = torch.zeros_like(loss_mask)
     chosen[rows[highest]] = 1.0
     return chosen
 
 
-def _share(fraction: float, loss_mask: Tensor) -> int:
+def _count(fraction: float, loss_mask: Tensor) -> int:
     return max(1, int(fraction * int(loss_mask.sum())))
+
+
+def with_selected_tokens(batch: TrainBatch, algorithm: AlgorithmConfig) -> tuple[TrainBatch, dict[str, float]]:
+    """is_weights without the tokens that algorithm.entropy = "high_entropy" leaves out, or kl_cov_coefs at those that
+    "kl_cov" picks; and train/* metrics.
+
+    Call it after the corrections, with advantages and, as configured, old_logprobs or old_entropies (ValueError
+    without). The tokens left out keep their part in the number that the loss is divided by, as in the papers.
+    """
+    mask, chosen = batch.loss_mask, algorithm.entropy
+    if chosen.kind == "high_entropy":
+        kept = top_entropy(_present(batch.old_entropies, "old_entropies"), mask, fraction=chosen.fraction)
+        factors = kept * mask if batch.is_weights is None else kept * batch.is_weights
+        return batch.replace(is_weights=factors), {"train/top_entropy_fraction": _share(kept, mask)}
+    if chosen.kind == "kl_cov":
+        covariance = covariances(
+            _present(batch.old_logprobs, "old_logprobs"), _present(batch.advantages, "advantages"), mask
+        )
+        picked = kl_cov(covariance, mask, fraction=chosen.fraction)
+        mean = float(covariance[mask > 0].mean()) if bool(mask.any()) else 0.0
+        return batch.replace(kl_cov_coefs=chosen.coef * picked), {"train/covariance_mean": mean}
+    return batch, {}
+
+
+def _present(value: Tensor | None, name: str) -> Tensor:
+    if value is None:
+        raise ValueError(f"TrainBatch.{name} is None, but the configured choice of tokens needs it")
+    return value
+
+
+def _share(kept: Tensor, mask: Tensor) -> float:
+    return float((kept * mask).sum() / mask.sum()) if bool(mask.any()) else 0.0

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest as manifests
-from rltool.checkpoints.measured import MeasuredLater
-from rltool.checkpoints.retention import Kept, expendable
+from rltool.checkpoints.retention import Kept, MeasuredLater, expendable
 from rltool.config.sections import CheckpointConfig
 from rltool.errors import RltoolError, RunFault, SaveFailed
 from rltool.terminal import Console

@@ -11,12 +11,9 @@ from typing import Protocol
 from torch import Tensor
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.controllers import Coefficients
+from rltool.algorithms.controllers import Coefficients, with_coefficients
 from rltool.algorithms.mismatch import logprob_difference, off_policy_metrics
-from rltool.algorithms.staleness import current_tokens, staleness_metrics
-from rltool.config.train import TrainConfig
-from rltool.errors import ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
-from rltool.training.advantages import (
+from rltool.algorithms.shaping import (
     needs_old_logprobs_pass,
     optimizer_step_samples,
     with_advantages,
@@ -25,16 +22,18 @@ from rltool.training.advantages import (
     with_old_logprobs,
     with_stale_tokens_masked,
 )
+from rltool.algorithms.staleness import current_tokens, staleness_metrics
+from rltool.algorithms.token_selection import with_selected_tokens
+from rltool.config.train import TrainConfig
+from rltool.errors import ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.training.checks.modalities import check_each_sample
 from rltool.training.checks.routing_replay import check_has_routing
 from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
-from rltool.training.observe.metrics import MetricsWriter, step_line
+from rltool.training.observe.metrics import MetricsWriter, step_line, step_speed
 from rltool.training.observe.sample_log import SampleLog, Scored
-from rltool.training.observe.step_metrics import step_speed
 from rltool.training.ranks.trainer_group import TrainerGroup
 from rltool.training.sources import BatchSource, SourcedBatch
 from rltool.training.stopping import StopRequested, StopSignal
-from rltool.training.token_selection import with_coefficients, with_selected_tokens
 from rltool.weights.verify.tolerances import difference_limit
 
 SAVES = "what is in progress comes to its end first, then a checkpoint is written and the engines are freed"

@@ -53,7 +53,7 @@ from rltool.training.manager.rollouts import RolloutFiles, Rollouts
 from rltool.training.observe.live_metrics import LiveMetrics
 from rltool.training.observe.loggers import open_loggers
 from rltool.training.observe.metrics import MetricsWriter
-from rltool.training.observe.run_facts import run_facts
+from rltool.training.observe.report import run_facts
 from rltool.training.observe.sample_log import SampleLog
 from rltool.training.prepare import Prepared, resume_point, with_engines
 from rltool.training.ranks.profiling import StepRecording

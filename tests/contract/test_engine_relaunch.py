@@ -12,7 +12,7 @@ from rltool.config.serve import EngineGroup
 from rltool.engines.endpoints import Endpoints, EngineEndpoint
 from rltool.engines.fleet import liveness
 from rltool.engines.fleet.liveness import serves
-from rltool.engines.launch import relaunch
+from rltool.engines.launch import engine_process
 from rltool.engines.launch.plan import Model
 from rltool.engines.launch.start import Order, launch_engines
 from rltool.engines.sync_client import probe
@@ -132,14 +132,14 @@ def test_one_that_is_stopped_while_it_waits_for_its_restart_is_not_started_again
 
 def test_a_restart_that_fails_is_tried_again_and_counted(serving, monkeypatch):
     engines, fails = serving(2), [OSError("no space left"), RltoolError("planned")]
-    start = relaunch.engine_spec
+    start = engine_process.engine_spec
 
     def failing(launch):
         if fails:
             raise fails.pop(0)
         return start(launch)
 
-    monkeypatch.setattr(relaunch, "engine_spec", failing)
+    monkeypatch.setattr(engine_process, "engine_spec", failing)
     other = engines.state(1)
 
     def scenario() -> Iterator[Callable[[], bool]]:

@@ -16,8 +16,8 @@ from rltool.engines.fleet.fleet import Fleet, FleetPolicy, State, Transition
 from rltool.engines.types import EngineLoad
 from rltool.engines.weight_version import WeightVersion
 from rltool.processes.tasks import beside
-from rltool.rollout.serving import loop_lag
-from rltool.rollout.serving.monitor import FleetMonitor
+from rltool.rollout.serving import monitor
+from rltool.rollout.serving.monitor import FleetMonitor, LoopLag
 from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm
 
@@ -177,7 +177,7 @@ def test_a_probe_whose_answer_makes_no_sense_is_one_that_fails(two):
 
 @pytest.mark.parametrize(("late", "counted"), [(HEALTH_SECONDS, 0), (HEALTH_SECONDS / 10, 1)])
 def test_a_probe_that_failed_while_our_own_loop_was_late_says_nothing(two, monkeypatch, late, counted):
-    monkeypatch.setattr(loop_lag, "INTERVAL", 0.01)
+    monkeypatch.setattr(monitor, "LAG_INTERVAL", 0.01)
     engine = two[0]
     engine.faults["/health"] = _slow_failure()
 
@@ -202,7 +202,7 @@ def _slow_failure():
 def test_loop_lag_is_measured_and_old_lag_is_not_held_against_anybody():
     async def run():
         clock = Clock()
-        lag = loop_lag.LoopLag(clock=clock)
+        lag = LoopLag(clock=clock)
         async with beside(lag.watch()):
             await asyncio.sleep(0)  # it has begun
             clock.ahead += 7.0

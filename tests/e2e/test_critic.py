@@ -7,10 +7,10 @@ from contextlib import closing, contextmanager
 import pytest
 import torch
 
+from rltool.algorithms.shaping import with_advantages
 from rltool.checkpoints import directory as directories
 from rltool.config.algorithm import AlgorithmConfig, CriticConfig
 from rltool.errors import UsageError
-from rltool.training.advantages import with_advantages
 from tests import plain_algorithms as plain
 from tests.e2e.megatron_models import hf_model, make_trainer, policy_batch, save_hf
 

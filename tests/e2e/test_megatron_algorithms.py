@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.staleness import mask_older_than
-from rltool.config.algorithm import AlgorithmConfig
-from rltool.training.advantages import (
+from rltool.algorithms.shaping import (
     with_advantages,
     with_corrections,
     with_loss_weights,
     with_old_logprobs,
 )
-from rltool.training.token_selection import with_selected_tokens
+from rltool.algorithms.staleness import mask_older_than
+from rltool.algorithms.token_selection import with_selected_tokens
+from rltool.config.algorithm import AlgorithmConfig
 from tests import plain_algorithms as plain
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 

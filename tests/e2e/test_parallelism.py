@@ -11,10 +11,10 @@ import torch
 from megatron.core.tensor_parallel import layers
 
 from rltool.algorithms.schedule import plan_micro_batches
+from rltool.algorithms.shaping import with_corrections
 from rltool.megatron import model
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
-from rltool.training.advantages import with_corrections
 from rltool.training.ranks.sharding import Shards
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf

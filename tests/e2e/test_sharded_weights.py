@@ -49,8 +49,7 @@ def sync_case(place, endpoint: EngineEndpoint, workers: int, path: Path, layout:
     import torch.distributed as dist
 
     from rltool.megatron.model import global_names
-    from rltool.weights.send.rank_barrier import one_meeting
-    from rltool.weights.send.sender import Rank, WeightSender
+    from rltool.weights.send.sender import Rank, WeightSender, one_meeting
     from rltool.weights.transport import Receiver, transport
 
     trainer = make_trainer(place, path, **layout)

@@ -22,7 +22,7 @@ from rltool.engines.dialects.classification import check_head
 from rltool.engines.dialects.table import launches as dialect_of
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
 from rltool.engines.fleet.liveness import Liveness
-from rltool.engines.launch.engine_process import engine_spec
+from rltool.engines.launch.engine_process import EngineRelaunch, engine_spec
 from rltool.engines.launch.interpreter import check_engine_python
 from rltool.engines.launch.plan import (
     EnginePlan,
@@ -40,7 +40,6 @@ from rltool.engines.launch.plan import (
     start_order,
 )
 from rltool.engines.launch.ready import wait_for_all
-from rltool.engines.launch.relaunch import EngineRelaunch
 from rltool.engines.launch.startup import Show
 from rltool.engines.run_client import DRIVER_ROLE, driver_of
 from rltool.errors import UsageError

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from rltool.rollout.measure.eval_statistics import estimate, pass_at_k
+import numpy as np
+
 from rltool.rollout.sample import Sample, SampleStatus
 
 
@@ -42,7 +44,7 @@ def eval_metrics(
 ) -> dict[str, float]:
     """eval/<name>/accuracy is the mean reward over all samples, each episode of an agent once;
     eval/<name>/pass_at_<k> is pass@k with what reaches pass_reward. Both with <...>_low and <...>_high, the ends of
-    their 95 % interval (eval_statistics.estimate).
+    their 95 % interval (`estimate`).
 
     A sample whose reward failed counts 0, has not passed, and is reported as well. All prompts have the same number of
     samples. Lengths are of all trajectories, as those of a batch.
@@ -116,3 +118,54 @@ def _std(values: Sequence[float]) -> float:
     """Population standard deviation; 0 for a single value."""
     mean = _mean(values)
     return math.sqrt(_mean([(value - mean) ** 2 for value in values])) if values else math.nan
+
+
+RESAMPLES = 1000
+CONFIDENCE = 0.95
+Z = 1.959964
+"""The 97.5 % quantile of the normal distribution."""
+
+
+class Estimate(NamedTuple):
+    """A mean over prompts and its 95 % interval; NaN for no prompt."""
+
+    mean: float
+    low: float
+    high: float
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Probability that of k samples drawn without replacement from n, of which c passed, at least one passed:
+    1 - C(n - c, k) / C(n, k), the unbiased estimator of pass@k (Chen et al. 2021, "Evaluating Large Language Models
+    Trained on Code", eq. 1). ValueError unless 0 <= c <= n and 1 <= k <= n."""
+    if not (0 <= c <= n and 1 <= k <= n):
+        raise ValueError(f"pass@{k} of {n} samples, {c} of which passed, is not defined")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """values: one per prompt, the mean over its samples or its pass@k.
+
+    The interval is a bootstrap over prompts (percentiles of RESAMPLES means; Efron 1979), because the samples of one
+    prompt are not independent. It always draws the same numbers. Where all values are 0, or all are 1, every resample
+    is the same and useless: then it is Wilson's interval (1927) of the prompts.
+    """
+    count = len(values)
+    if count == 0:
+        return Estimate(math.nan, math.nan, math.nan)
+    found = np.asarray(values, dtype=np.float64)
+    mean = float(found.mean())
+    if bool((found == 0.0).all()) or bool((found == 1.0).all()):
+        return Estimate(mean, *wilson(mean, count))
+    draws = np.random.default_rng(0)
+    means = np.array([found[draws.integers(count, size=count)].mean() for _ in range(RESAMPLES)])
+    low, high = np.quantile(means, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Estimate(mean, float(low), float(high))
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """The score interval of a share of `count` independent trials (Wilson 1927)."""
+    squared = Z * Z / count
+    middle = (share + squared / 2) / (1 + squared)
+    half = Z / (1 + squared) * math.sqrt(share * (1 - share) / count + squared / (4 * count))
+    return max(middle - half, 0.0), min(middle + half, 1.0)

@@ -5,7 +5,7 @@ With too few an engine's batches are small and its GPU idles. With too many, req
 fills and it takes back what it has begun: no token comes sooner, and each is older by the time that it is trained on.
 The right number depends on model, lengths and GPU, and drifts as answers grow; so it is found while the run goes on.
 
-This module owns the number, and when it may move. It does not ask engines, count requests, hold permits, or abort
+The controller owns the number, and when it may move. It does not ask engines, count requests, hold permits, or abort
 anything: after a decrease the surplus is let finish. Hence the one transition that must not exist: a decrease on the
 evidence of a surplus that an earlier decrease has already condemned. Taken again and again until the queue has drained,
 it would end at the minimum.
@@ -13,12 +13,16 @@ it would end at the minimum.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from rltool.engines.fleet.engine_set import EngineSet
+from rltool.engines.fleet.fleet import State
 from rltool.engines.types import EngineLoad
+from rltool.rollout.serving.data_plane import DataPlane
 
 DECREASE = 0.75
 """Half, as TCP takes, would leave a GPU idle for many increases; 0.9 drains a full cache slowly."""
@@ -103,3 +107,18 @@ class ConcurrencyController:
     def _move(self, per_engine: float) -> None:
         self._per_engine = min(max(per_engine, self._policy.minimum), self._policy.maximum)
         self._changed_at = self._clock()
+
+
+LOAD_SECONDS = 1.0
+"""How often engines are asked for their load."""
+
+
+async def adapt_concurrency(engines: EngineSet, plane: DataPlane, controller: ConcurrencyController) -> None:
+    """The plane's requests in flight follow the engines' queues and KV caches (rollout.adaptive_concurrency), once."""
+    serving = [member.endpoint for member in engines.fleet.members(State.READY)]
+    replies = await asyncio.gather(*map(engines.client.load, serving), return_exceptions=True)
+    loads = [reply for reply in replies if isinstance(reply, EngineLoad)]
+    controller.observe(loads, in_flight=plane.in_flight)
+    if serving:
+        plane.limit = controller.limit(len(serving))
+        plane.changed()

@@ -7,6 +7,7 @@ The fleet (engines/fleet/fleet.py) is pure; this is its I/O. Rules of what a fai
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import Protocol
@@ -20,12 +21,36 @@ from rltool.engines.fleet.fleet import State, Transition
 from rltool.engines.fleet.state import QUIET
 from rltool.errors import EngineError, UsageError
 from rltool.processes.tasks import Background, TaskFailed
-from rltool.rollout.serving.loop_lag import LoopLag
 
 KEPT_TRANSITIONS = 200
 """How many of the last transitions `recent` shows."""
 CANARY_SECONDS = 15.0
 """Deadline of a canary request. One that had to queue behind others proves nothing, see `_canary`."""
+
+
+LAG_INTERVAL = 0.1
+KEPT_LAGS = 600
+"""One minute of measurements."""
+
+
+class LoopLag:
+    """How late the event loop runs: work that blocks it delays every answer, and must not be taken for an engine's
+    silence. Sleeps LAG_INTERVAL seconds again and again and keeps by how much it overslept."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._seen: deque[tuple[float, float]] = deque(maxlen=KEPT_LAGS)
+
+    def worst_since(self, moment: float) -> float:
+        """Seconds of the longest delay since `moment`, 0 where none was seen."""
+        return max((lag for at, lag in self._seen if at >= moment), default=0.0)
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            due = self._clock() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self._seen.append((self._clock(), max(0.0, self._clock() - due)))
 
 
 class Router(Protocol):

@@ -37,7 +37,7 @@ from rltool.rollout.measure.own_metrics import OwnMetrics
 from rltool.rollout.own_batch import ChangedBatch, SampleJudge, changed_batch, load_batch_hook
 from rltool.rollout.own_rollout import OwnCollector, load_rollout
 from rltool.rollout.sample import Sample
-from rltool.rollout.serving.concurrency import ConcurrencyController, ConcurrencyPolicy
+from rltool.rollout.serving.concurrency import LOAD_SECONDS, ConcurrencyController, ConcurrencyPolicy, adapt_concurrency
 from rltool.rollout.serving.guard import GenerationLost
 from rltool.rollout.serving.model_clients import Models
 from rltool.rollout.serving.rates import EngineRates
@@ -45,10 +45,9 @@ from rltool.rollout.serving.restarts import EngineRestarts
 from rltool.rollout.serving.side_model import SideModels
 from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.snapshot import SourceState, books, encoded, kept_samples, restore
-from rltool.training.eval_sets import EvalSets
-from rltool.training.manager.adaptive_concurrency import LOAD_SECONDS, adapt_concurrency
 from rltool.training.manager.batch import Rollout, to_rollout
 from rltool.training.manager.colocation import Colocation, Members
+from rltool.training.manager.eval_sets import EvalSets
 from rltool.training.manager.evaluation_engines import EvaluationEngines
 from rltool.training.manager.generation import Generation
 from rltool.training.manager.inputs import load_inputs

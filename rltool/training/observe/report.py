@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import socket
+from collections import Counter
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
+from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import memory_flag, shares_memory
 from rltool.engines.launch.plan import describe_plan
+from rltool.models.memory import parameters_of
+from rltool.models.registry import family_for, read_hf_config
+from rltool.report.page import installed_versions
 from rltool.terminal import Console
-from rltool.training.checks.preflight import describe_engines, describe_fleet
+from rltool.training.checks.preflight import ProbedFleet, describe_engines, describe_fleet
 from rltool.training.checks.weight_routes import describe_routes, idle_rules
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.prepare import Prepared
@@ -110,3 +118,19 @@ def _how_it_ended(outcome: Outcome) -> str:
     if outcome.stopped_by is not None:
         return f"stopped by {outcome.stopped_by} after step {outcome.step}; {parameters}"
     return f"done after step {outcome.step}; {parameters}"
+
+
+def run_facts(config: TrainConfig, devices: str, fleet: ProbedFleet | None) -> dict[str, Any]:
+    """JSON-able. devices: of the trainer's ranks, in words; fleet: None where no engine was probed at the start."""
+    family = family_for(read_hf_config(config.model.path), config.model.family)
+    engines = Counter(f"{info.dialect} {info.engine_version}" for info in fleet.infos.values()) if fleet else Counter()
+    return {
+        "started": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "host": socket.gethostname(),
+        "device": devices,
+        "engines": ", ".join(f"{count} {name}" for name, count in engines.items()) or None,
+        "model": f"{family.architecture} {config.model.path}",
+        "parameters": parameters_of(family).total,
+        "steps": config.steps,
+        "versions": installed_versions(),
+    }

@@ -17,8 +17,7 @@ from rltool.megatron.offload import Part
 from rltool.processes.tasks import beside
 from rltool.training.cluster.ray_calls import PEER_SECONDS, cause, has_crashed, has_died, rank_names
 from rltool.training.ranks.sharding import Sharder
-from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import SendReport
+from rltool.weights.send.sender import SendReport, one_answer, one_meeting, one_report
 from rltool.weights.transport import Receiver, Rendezvous
 
 if TYPE_CHECKING:

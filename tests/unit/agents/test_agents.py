@@ -20,6 +20,7 @@ from rltool.agents.pool import CommandAgents, FunctionAgents, check_agent, load_
 from rltool.agents.recorded import Rules, count_turns, samples_of, seconds_between_turns
 from rltool.agents.sessions import OpenSession
 from rltool.agents.task import AgentTask, row_of
+from rltool.algorithms.shaping import estimate_advantages
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.engines.types import SamplingParams, VersionSpan
 from rltool.errors import EngineUnreachable, UsageError
@@ -29,7 +30,6 @@ from rltool.rollout.generate import GenerateContext, fill_group
 from rltool.rollout.measure.metrics import eval_metrics
 from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus
-from rltool.training.advantages import estimate_advantages
 
 PLACE = "tests.contract.agents"
 

@@ -7,9 +7,8 @@ import math
 import pytest
 
 from rltool.algorithms.contracts import example_batch
-from rltool.algorithms.controllers import Coefficients, adapted_entropy_coef, adapted_kl_coef
+from rltool.algorithms.controllers import Coefficients, adapted_entropy_coef, adapted_kl_coef, with_coefficients
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.training.token_selection import with_coefficients
 
 
 @pytest.mark.parametrize(

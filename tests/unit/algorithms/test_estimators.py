@@ -17,10 +17,14 @@ from rltool.algorithms.advantages import (
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
 from rltool.algorithms.gae import gae, value_loss
-from rltool.algorithms.overlong import overlong_reward, response_lengths
-from rltool.algorithms.reduction import token_loss_weights
+from rltool.algorithms.shaping import (
+    overlong_reward,
+    response_lengths,
+    token_loss_weights,
+    with_advantages,
+    with_corrections,
+)
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.training.advantages import with_advantages, with_corrections
 from tests import plain_algorithms as plain
 
 LONGEST = 6

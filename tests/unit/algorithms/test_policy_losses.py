@@ -12,19 +12,19 @@ import torch
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch, example_tokens
 from rltool.algorithms.objective import policy_objective
-from rltool.algorithms.staleness import mask_older_than
-from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.loader import variants
-from rltool.config.train import TrainConfig
-from rltool.errors import ContractViolation
-from rltool.megatron.loss import loss_rows, metric_names, micro_batch_loss
-from rltool.training.advantages import (
+from rltool.algorithms.shaping import (
     with_advantages,
     with_corrections,
     with_loss_weights,
     with_old_logprobs,
 )
-from rltool.training.token_selection import with_selected_tokens
+from rltool.algorithms.staleness import mask_older_than
+from rltool.algorithms.token_selection import with_selected_tokens
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import variants
+from rltool.config.train import TrainConfig
+from rltool.errors import ContractViolation
+from rltool.megatron.loss import loss_rows, metric_names, micro_batch_loss
 from tests import plain_algorithms as plain
 
 LONGEST = 6

@@ -9,9 +9,8 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
-from rltool.algorithms.token_selection import covariances, kl_cov, top_entropy
+from rltool.algorithms.token_selection import covariances, kl_cov, top_entropy, with_selected_tokens
 from rltool.config.algorithm import AlgorithmConfig
-from rltool.training.token_selection import with_selected_tokens
 from tests import plain_algorithms as plain
 
 

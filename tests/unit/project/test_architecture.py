@@ -64,7 +64,6 @@ OWNERS = {
         "engines/transfer/nccl.py": "communicators, which trainer and plugin share",
         "engines/transfer/ipc.py": "memory that the trainer shares with the plugin",
         "rollout/batching.py": "samples become tensors",
-        "rollout/turns.py": "so do their turns",
         "quickstart/tiny_model.py": "makes a model",
     },
     "transformers": {
@@ -324,8 +323,8 @@ WALL_CLOCK = {
     "gateway/turns.py": "when a turn was, for its record",
     "report/page.py": "when a page was made",
     "training/observe/loggers.py": "MLflow wants the time of each value",
-    "training/observe/run_facts.py": "when a run was started, for its report",
     "tinker/journal.py": "when a call was carried out, for the report",
+    "training/observe/report.py": "when a run was started, for its report",
     "tinker/service.py": "checkpoints expire at a date, which outlives the process; when a model was used last",
 }
 

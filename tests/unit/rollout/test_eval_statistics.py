@@ -12,9 +12,8 @@ from rltool.config.rollout import EvalConfig, SamplingConfig
 from rltool.engines.types import SamplingParams, VersionSpan
 from rltool.report.eval_table import by_set, result, result_table
 from rltool.rollout.measure.eval_set import eval_settings
-from rltool.rollout.measure.eval_statistics import estimate, pass_at_k, wilson
 from rltool.rollout.measure.evaluation import version_metrics
-from rltool.rollout.measure.metrics import eval_metrics
+from rltool.rollout.measure.metrics import estimate, eval_metrics, pass_at_k, wilson
 from rltool.rollout.sample import Sample
 from rltool.terminal import Console
 

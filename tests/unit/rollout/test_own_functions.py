@@ -12,6 +12,7 @@ import pytest
 from ray.exceptions import RayTaskError
 
 from rltool.algorithms.contracts import example_batch
+from rltool.algorithms.shaping import with_advantages
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.data import DataConfig
 from rltool.config.own_functions import FunctionFailed, named, named_async
@@ -30,7 +31,6 @@ from rltool.rollout.own_rollout import OwnCollector
 from rltool.rollout.rewards.scoring import Scorer, load_filter, load_hook
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.versions import VersionBook
-from rltool.training.advantages import with_advantages
 from rltool.training.manager.actor import ManagerFailed, failing_in_order
 from tests.unit.rollout.test_collector import (
     RUN,

@@ -25,7 +25,7 @@ from rltool.rollout.measure.sample_metrics import (
 )
 from rltool.rollout.sample import Sample
 from rltool.rollout.serving.rates import EngineRates, rates
-from rltool.training.observe.step_metrics import step_speed
+from rltool.training.observe.metrics import step_speed
 from tests import fleets
 
 

@@ -19,6 +19,7 @@ from rltool.algorithms.contracts import (
     example_batch,
     example_tokens,
 )
+from rltool.algorithms.shaping import with_advantages
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.errors import ContractViolation, TrainingStopped, UsageError
 from rltool.megatron.loss import loss_rows, micro_batch_loss
@@ -31,7 +32,6 @@ from rltool.rollout.rewards.pool import RewardPool
 from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.terminal import Console
-from rltool.training.advantages import with_advantages
 from tests.unit.agents.test_agents import trajectory
 from tests.unit.rollout.test_rollout_batching import sample as scored
 

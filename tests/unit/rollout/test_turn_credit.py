@@ -13,13 +13,13 @@ from rltool.agents.outcome import AgentFailed, reward_of
 from rltool.agents.recorded import samples_of
 from rltool.algorithms.gae import gae
 from rltool.algorithms.ragged import at_last_loss_token
+from rltool.algorithms.shaping import estimate_advantages, with_advantages
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.engines.types import VersionSpan
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
-from rltool.training.advantages import estimate_advantages, with_advantages
 
 CREDIT = {"credit": "turn"}
 

@@ -9,13 +9,7 @@ import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.contracts import example_batch
-from rltool.algorithms.staleness import mask_older_than
-from rltool.config.algorithm import AlgorithmConfig
-from rltool.config.loader import load_config
-from rltool.config.train import TrainConfig
-from rltool.megatron.loss import loss_rows, micro_batch_loss
-from rltool.templates import template_text
-from rltool.training.advantages import (
+from rltool.algorithms.shaping import (
     needs_old_logprobs_pass,
     optimizer_step_samples,
     with_advantages,
@@ -23,6 +17,12 @@ from rltool.training.advantages import (
     with_loss_weights,
     with_old_logprobs,
 )
+from rltool.algorithms.staleness import mask_older_than
+from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.megatron.loss import loss_rows, micro_batch_loss
+from rltool.templates import template_text
 from tests import plain_algorithms as plain
 
 LONGEST = 6

@@ -16,8 +16,15 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.plugin.channels import ChannelError, IpcChannel
 from rltool.engines.types import TensorMeta
 from rltool.errors import EngineError
-from rltool.weights.send.rank_barrier import one_answer, one_meeting, one_report
-from rltool.weights.send.sender import NOT_CONNECTED, Rank, SendReport, WeightSender
+from rltool.weights.send.sender import (
+    NOT_CONNECTED,
+    Rank,
+    SendReport,
+    WeightSender,
+    one_answer,
+    one_meeting,
+    one_report,
+)
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, TransportError, transport
 from rltool.weights.transports import sglang_tensors
 from rltool.weights.transports.ipc import IpcSender, check_handles

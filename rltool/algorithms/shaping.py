@@ -1,6 +1,7 @@
 """From rewards and log-probabilities to what the loss needs, for a whole rollout at once. Pure: no rank takes part.
 
 The driver holds the global batch, so means, whitening and weights are over all ranks by construction.
+Token losses become one number as weights, so that ranks and micro-batches only ever add.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from torch import Tensor
 
 from rltool.algorithms import advantages, corrections, gae, kl, turns
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.overlong import overlong_reward, response_lengths
-from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, sum_per_sample
-from rltool.algorithms.reduction import token_loss_weights
+from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, numbered, sample_of_token, sum_per_sample
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
@@ -302,3 +301,65 @@ def _present(batch: TrainBatch, name: str) -> Tensor:
 
 def _mean(values: Tensor) -> float:
     return float(values.double().mean()) if len(values) else 0.0
+
+
+def response_lengths(lengths: Tensor, response_mask: Tensor) -> Tensor:
+    """[N] int64: tokens from each sample's first sampled token to its end, with what an environment inserted; 0 without
+    any.
+
+    response_mask: [T], TrainBatch.sampled and not loss_mask: a masked response is as long as it was.
+    """
+    sample = sample_of_token(lengths)
+    position = torch.arange(len(response_mask))
+    ends = lengths.cumsum(0)
+    first = ends.scatter_reduce(0, sample[response_mask > 0], position[response_mask > 0], reduce="amin")
+    return ends - first
+
+
+def overlong_reward(response: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """Soft overlong punishment, [N] float32 in [-1, 0], to be added to the reward (Yu et al. 2025, "DAPO", eq. 13).
+
+    response: [N] tokens; max_length: L_max, at which generation is cut; buffer: L_cache. 0 up to L_max - L_cache, then
+    (L_max - L_cache - |y|) / L_cache, -1 from L_max on. ValueError unless 0 < buffer <= max_length.
+    """
+    if not 0 < buffer <= max_length:
+        raise ValueError(f"buffer {buffer} must lie above 0 and within max_length {max_length}")
+    return ((max_length - buffer - response).float() / buffer).clamp(-1.0, 0.0)
+
+
+def token_loss_weights(
+    lengths: Tensor,
+    loss_mask: Tensor,
+    reduction: str,
+    *,
+    group_ids: Tensor | None = None,
+    constant_length: int | None = None,
+) -> Tensor:
+    """Weight of each token's loss, so that sum(weight * loss) / (number of loss tokens) is the configured reduction.
+
+    lengths, group_ids: [N]; loss_mask: [T], all of one *global* batch of an optimizer step. Returns [T] float32, 0
+    where loss_mask is 0.
+    "token": mean over all loss tokens (DAPO's implementation; Yu et al. 2025, section 3.3). "sample": mean over samples
+    of each sample's token mean (GRPO; Shao et al. 2024, eq. 3). "group": mean over prompt groups of each group's token
+    mean (DAPO as written; Yu et al. 2025, eq. 8). These ignore samples and groups without loss tokens, and sum to the
+    number of loss tokens. "constant": sum over loss tokens / (samples * constant_length) (Dr. GRPO; Liu et al. 2025).
+    ValueError for another reduction, or if what it needs is None.
+    """
+    if reduction == "token":
+        return loss_mask.clone()
+    tokens = loss_mask.double().sum()
+    if reduction == "constant":
+        if constant_length is None:
+            raise ValueError('loss reduction "constant" needs constant_length')
+        return (loss_mask * (tokens / (len(lengths) * constant_length))).float()
+    if reduction == "sample":
+        part = sample_of_token(lengths)
+    elif reduction == "group":
+        if group_ids is None:
+            raise ValueError('loss reduction "group" needs group_ids')
+        part = numbered(group_ids)[1][sample_of_token(lengths)]
+    else:
+        raise ValueError(f"unknown loss reduction {reduction!r}; known: token, sample, group, constant")
+    per_part = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, part, loss_mask.double())
+    with_loss = (per_part > 0).sum().clamp(min=1)
+    return (loss_mask * (tokens / with_loss / per_part.clamp(min=1))[part]).float()
