@@ -4,6 +4,7 @@ gathered. Pure, but for the rank's own tensors."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from rltool.config.parallel import ParallelLayout
 from rltool.engines.transfer.shards import Box, Held
+from rltool.engines.transfer.wire import tensor_bytes
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import Export, ExportPlan, Stream
@@ -47,6 +49,22 @@ def check_plan(plan: ExportPlan) -> None:
         raise UsageError(f"weights.sharded sends whole models, and adapters go by rank 0: {LEAVE_OUT}")
     if plan.quantization is not None or any(export.make is not Parameter.split for export in plan.exports):
         raise UsageError(f"{QUANTISED}: {LEAVE_OUT}")
+
+
+def interleaved(plan: ExportPlan, stages: int) -> ExportPlan:
+    """The plan with parameters of all pipeline stages in turn, evenly by bytes, each stage's in their order: in the
+    model's own order a bucket is of one stage, and the ranks of the others would wait."""
+    if stages == 1:
+        return plan
+    sizes = [sum(map(tensor_bytes, export.tensors)) for export in plan.exports]
+    owner = [owner_stage(export.parameter, plan.num_layers, stages) for export in plan.exports]
+    total, before, place = Counter[int](), Counter[int](), list[float]()
+    for stage, size in zip(owner, sizes, strict=True):
+        total[stage] += size
+    for stage, size in zip(owner, sizes, strict=True):
+        place.append(before[stage] / total[stage])
+        before[stage] += size
+    return replace(plan, exports=tuple(plan.exports[k] for k in sorted(range(len(place)), key=place.__getitem__)))
 
 
 def cuts(parameter: Parameter, rank: int, size: int) -> list[Box]:

@@ -7,6 +7,7 @@ On a CPU vLLM keeps packed copies of its matrices, of which it has no digests, s
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +20,9 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects.table import controls, inspects
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import HttpRequest
-from tests.e2e.engines import RunningEngine, serving_vllm
+from tests.e2e.engines import RunningEngine, serving_vllm, wait_ready
 from tests.e2e.megatron_models import make_trainer, save_hf
+from tests.e2e.test_engine_faults import training  # noqa: F401  # a fixture
 from tests.tiny_models import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -65,7 +67,7 @@ def sync_case(place, endpoint: EngineEndpoint, workers: int, path: Path, layout:
         meetings: list[Any] = [None] * place.world_size
         dist.all_gather_object(meetings, sender.host([receiver], GROUP, path))
         meeting, control = one_meeting(meetings)[endpoint.url], transport("vllm", backend).control
-        buckets, version = trainer.export_plan.buckets(BUCKET_BYTES), f"{'a' * 32}:0:0"
+        buckets, version = sender.plan.buckets(BUCKET_BYTES), f"{'a' * 32}:0:0"
 
         def update() -> None:
             announced = [request for request, _ in control.announce(buckets, meeting, version=version)]
@@ -160,3 +162,20 @@ def test_two_ranks_with_half_of_the_experts_each_into_two_workers(ranks, tmp_pat
     write_tiny_tokenizer(path)
     with serving_vllm(path, tmp_path, tp=2) as engine:
         compare(ranks, engine.endpoint, 2, path, 2, {"ep": 2})
+
+
+@pytest.mark.long
+def test_a_run_sends_shards_and_an_engine_that_was_killed_gets_the_weights_by_them_again(training):  # noqa: F811
+    """The killed engine comes up with the model of step 0, of which the trainer's weights are far by then."""
+    ranks_of_two = ("trainer.world_size=2", "trainer.tensor_parallel=2", "trainer.cpus_per_rank=0.5")
+    training.begin("weights.sharded=true", "weights.bucket_bytes=100000", *ranks_of_two)
+    training.until_steps(2)
+    training.in_generation()
+    training.victim.signal(signal.SIGKILL)
+    training.victim.start_again()
+    training.until_steps(1)
+    training.assert_logged("ready -> suspect", "stale -> suspect")
+    wait_ready(training.victim)
+    training.assert_logged("suspect -> stale", "dead -> stale")
+    training.assert_back_after_a_sync()
+    training.finish()

@@ -151,7 +151,10 @@ class ShardedGlooChannel:
         timeout_seconds: float,
     ) -> None:  # fmt: skip
         self._worker, self._seconds = worker, timeout_seconds
-        self._stores = [wire.connect_store(address, port, timeout_seconds) for address, port in stores]
+        self._stores = [
+            wire.connect_store(address, port, timeout_seconds, of=f"the trainer's rank {number}")
+            for number, (address, port) in enumerate(stores)
+        ]
         self._groups = [
             wire.open_group(address, port, rank, world_size, group, timeout_seconds, store=store)
             for (address, port), store in zip(stores, self._stores, strict=True)

@@ -202,21 +202,21 @@ def open_group(
     return ProcessGroupGloo(PrefixStore(group, store), rank, world_size, options)
 
 
-def connect_store(address: str, port: int, timeout_seconds: float) -> TCPStore:
-    """The trainer's store, from an engine. Raises ConnectionError naming both ends."""
-    _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2))
+def connect_store(address: str, port: int, timeout_seconds: float, *, of: str = "the trainer") -> TCPStore:
+    """The trainer's store, from an engine; of: whose it is. Raises ConnectionError naming both ends."""
+    _knock(address, port, min(KNOCK_SECONDS, timeout_seconds / 2), of)
     timeout = timedelta(seconds=timeout_seconds)
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def _knock(address: str, port: int, seconds: float) -> None:
+def _knock(address: str, port: int, seconds: float, of: str) -> None:
     """ConnectionError naming both ends where the trainer's store cannot be reached: TCPStore itself asks for longer
     than the trainer waits for an answer."""
     try:
         socket.create_connection((address, port), seconds).close()
     except OSError as error:
         raise ConnectionError(
-            f"host {socket.gethostname()} does not reach the trainer at {address}, port {port} ({error}): a firewall "
+            f"host {socket.gethostname()} does not reach {of} at {address}, port {port} ({error}): a firewall "
             "between them (weights.port_range)? The address of another host there (weights.advertise_host)?"
         ) from error
 

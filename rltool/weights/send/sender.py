@@ -21,7 +21,7 @@ from rltool.config.rollout import WeightsConfig
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan, Stream, drain
-from rltool.megatron.shards import OwnPart
+from rltool.megatron.shards import OwnPart, interleaved
 from rltool.processes import garbage
 from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
@@ -82,6 +82,7 @@ class WeightSender:
     ) -> None:  # fmt: skip
         self.config, self.device, self.deadline, self.model_files = config, device, deadline, model_files
         self.rank, self.gpu = rank.number, rank.gpu
+        plan = interleaved(plan, rank.layout.pp) if config.sharded else plan
         self.plan, self._buckets, self._peft = plan, plan.buckets(config.bucket_bytes), plan.peft
         self.part = OwnPart(plan, rank.layout, rank.number, config.bucket_bytes) if config.sharded else None
         self._channels: dict[str, Channel] = {}

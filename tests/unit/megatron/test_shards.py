@@ -11,7 +11,7 @@ from rltool.engines.transfer.shards import Box, plan_shards, sends_bytes
 from rltool.engines.transfer.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import adapter_plan, full_plan
-from rltool.megatron.shards import OwnPart, check_family, check_plan, held
+from rltool.megatron.shards import OwnPart, check_family, check_plan, held, interleaved
 from rltool.models.base import Family
 from rltool.models.registry import family_for, supported_architectures
 from tests.export_plans import quantised
@@ -38,12 +38,12 @@ REFUSED = {
 }
 
 
-def family_of(architecture: str) -> Family:
+def family_of(architecture: str, layers: int = 2) -> Family:
     experts = dict(num_experts=4, n_routed_experts=4, first_k_dense_replace=1, num_experts_per_tok=2, n_group=1)
     return family_for(
         {
             "architectures": [architecture], "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4,
-            "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 11, "rms_norm_eps": 1e-6,
+            "num_key_value_heads": 2, "num_hidden_layers": layers, "vocab_size": 11, "rms_norm_eps": 1e-6,
             "rope_theta": 5000.0, "max_position_embeddings": 64, "tie_word_embeddings": False,
             "moe_intermediate_size": 8, "num_local_experts": 4, **experts,
         }
@@ -122,3 +122,18 @@ def test_ranks_share_the_bytes_of_an_engine(layout):
     largest = max(map(tensor_bytes, bucket))
     # Pipeline stages alone hold different parts: the first has the embedding, the last the head.
     assert max(sent) <= plan.bytes / layout.world_size + largest
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_every_bucket_is_of_all_pipeline_stages(stages):
+    family = family_of("Qwen3MoeForCausalLM", layers=8)
+    plan, layout = full_plan(family, torch.float32), ParallelLayout(stages, pp=stages)
+    taken = interleaved(plan, stages)
+    assert interleaved(plan, 1) is plan and set(taken.tensors) == set(plan.tensors)
+    boxes, largest = held(taken, layout), max(map(tensor_bytes, plan.tensors))
+    for bucket in taken.buckets(10 * largest):
+        of_stage = [0] * stages
+        for meta in bucket:
+            [source] = boxes[meta.name]
+            of_stage[source.ranks[0]] += tensor_bytes(meta)
+        assert max(of_stage) <= sum(of_stage) / stages + 2 * largest, of_stage
