@@ -18,7 +18,6 @@ import fcntl
 import json
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,10 +105,10 @@ class SessionStore:
 
     def touch(self, session: Session) -> None:
         """Tell other processes that the session is in use."""
-        now = time.time_ns()
+        path = self.path(session.id)
         with contextlib.suppress(OSError):
-            os.utime(self.path(session.id), ns=(now, now))
-            session.file_time = now
+            os.utime(path)
+            session.file_time = os.stat(path).st_mtime_ns
 
     def open_sessions(self) -> dict[str, float]:
         """Sessions that have not ended -> when their file was last written, in seconds since the epoch."""
