@@ -63,7 +63,9 @@ def with_coefficients(
 ) -> tuple[TrainBatch, dict[str, float]]:
     """kl_coefs and entropy_coefs where they are adapted, for the ranks, which know what was configured alone; and
     train/kl_coef, train/entropy_coef."""
-    count, changes, metrics = batch.num_samples, {}, {}
+    count = batch.num_samples
+    changes: dict[str, Any] = {}
+    metrics: dict[str, float] = {}
     if configured.adapts_kl and present.kl.kind != "none":
         changes["kl_coefs"] = torch.full((count,), present.kl.coef)
         metrics["train/kl_coef"] = present.kl.coef

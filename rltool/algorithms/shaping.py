@@ -11,7 +11,14 @@ from torch import Tensor
 
 from rltool.algorithms import advantages, corrections, gae, kl, turns
 from rltool.algorithms.batch import TrainBatch
-from rltool.algorithms.ragged import at_last_loss_token, broadcast_to_tokens, numbered, sample_of_token, sum_per_sample
+from rltool.algorithms.ragged import (
+    at_last_loss_token,
+    broadcast_to_tokens,
+    numbered,
+    numbers,
+    sample_of_token,
+    sum_per_sample,
+)
 from rltool.algorithms.schedule import split_for_optimizer_steps
 from rltool.algorithms.staleness import mask_older_than
 from rltool.config.algorithm import AlgorithmConfig
@@ -155,7 +162,7 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     rewards, groups = batch.sample_rewards(), batch.group_ids
     if batch.episode_ids is None:
         return _estimated(rewards, groups, algorithm)
-    numbers, episode, count = batch.episode_ids.unique(return_inverse=True, return_counts=True)
+    numbers, episode, count = numbered(batch.episode_ids)
 
     total = torch.zeros(len(numbers), dtype=rewards.dtype).index_add(0, episode, rewards)
     group = torch.zeros(len(numbers), dtype=groups.dtype).index_put((episode,), groups)
@@ -167,7 +174,7 @@ def _of_reward_parts(batch: TrainBatch) -> Tensor:
     parts, weights, groups = _present(batch, "reward_parts"), _present(batch, "part_weights"), batch.group_ids
     if batch.episode_ids is None:
         return advantages.gdpo_advantages(parts, weights, groups)
-    numbers, episode = batch.episode_ids.unique(return_inverse=True)
+    numbers, episode, _ = numbered(batch.episode_ids)
     first = torch.full((len(numbers),), len(episode)).scatter_reduce(0, episode, torch.arange(len(episode)), "amin")
     return advantages.gdpo_advantages(parts[first], weights[first], groups[first])[episode]
 
@@ -182,7 +189,8 @@ def _estimated(rewards: Tensor, groups: Tensor, algorithm: AlgorithmConfig) -> T
             )
         case "rloo":
             return advantages.rloo_advantages(rewards, groups)
-    raise ValueError(f"no estimator of advantages named {chosen.kind!r}")
+        case _:
+            raise ValueError(f"no estimator of advantages named {chosen.kind!r}")
 
 
 def _distillation(batch: TrainBatch) -> Tensor:
@@ -242,8 +250,8 @@ def optimizer_step_samples(batch: TrainBatch, steps: int) -> list[list[int]]:
 
     Rewards that failed and masks may leave fewer groups than `steps`: then there are fewer steps, not empty ones.
     """
-    has_loss = (sum_per_sample(batch.loss_mask, batch.lengths, batch.loss_mask) > 0).tolist()
-    groups = batch.group_ids.tolist()
+    has_loss = numbers(sum_per_sample(batch.loss_mask, batch.lengths, batch.loss_mask) > 0)
+    groups = numbers(batch.group_ids)
     trained = {group for group, loss in zip(groups, has_loss, strict=True) if loss}
     return split_for_optimizer_steps(groups, min(steps, len(trained)), has_loss=has_loss)
 

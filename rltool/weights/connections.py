@@ -44,7 +44,7 @@ one."""
 
 
 class Ranks(Protocol):
-    """The trainer's ranks, awaited: all of them (rank_barrier). plan: what they send; every rank has the same, and
+    """The trainer's ranks, awaited: all of them (send/sender.py). plan: what they send; every rank has the same, and
     cuts it into the same buckets (weights.bucket_bytes)."""
 
     plan: ExportPlan

@@ -6,7 +6,7 @@ import socket
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -19,9 +19,11 @@ from rltool.report.page import installed_versions
 from rltool.terminal import Console
 from rltool.training.checks.preflight import ProbedFleet, describe_engines, describe_fleet
 from rltool.training.checks.weight_routes import describe_routes, idle_rules
-from rltool.training.cluster.placement import PlacementPlan
-from rltool.training.prepare import Prepared
-from rltool.training.session import Outcome
+
+if TYPE_CHECKING:  # they import this module
+    from rltool.training.cluster.placement import PlacementPlan
+    from rltool.training.prepare import Prepared
+    from rltool.training.session import Outcome
 
 
 def print_plan(prepared: Prepared, console: Console) -> None:
