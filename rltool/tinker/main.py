@@ -8,7 +8,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 
 import numpy as np
@@ -130,12 +130,18 @@ async def _serve(
         await serve(server, service, serving.host, serving.port)
 
 
+def checked_tokens(micro_batch_tokens: int, engines: Iterable[EngineInfo]) -> int:
+    """How many log-probabilities are compared at the start. Scores of n take n + 1 tokens and room for another."""
+    room = [info.max_model_len - 2 for info in engines if info.max_model_len is not None]
+    return min([CHECK_TOKENS, micro_batch_tokens - 1, *room])
+
+
 async def _check_base(
     trainer: ServedTrainer, config: TrainConfig, client: EngineClient, engines: Mapping[EngineEndpoint, EngineInfo],
     vocab_size: int,
 ) -> None:  # fmt: skip
     """UsageError where an engine gives other log-probabilities than the trainer: it serves another model."""
-    size = min([CHECK_TOKENS, config.trainer.micro_batch_tokens - 1])
+    size = checked_tokens(config.trainer.micro_batch_tokens, engines.values())
     tokens = np.random.default_rng(0).integers(0, vocab_size, size + 1)
 
     def ours() -> np.ndarray:

@@ -7,7 +7,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -72,17 +72,19 @@ class RemoteEngine:
     host: Host
     process: subprocess.Popen[bytes]
     out: Path
+    at: str
+    run: str
 
     @property
     def address(self) -> str:
-        return f"{self.host.address}:{ENGINE_PORT}"
+        return f"[{self.at}]:{ENGINE_PORT}" if ":" in self.at else f"{self.at}:{ENGINE_PORT}"
 
     @property
     def key(self) -> str:
-        return self.host.outside(self.host.here / "runs" / "fleet" / "state" / "key").read_text()
+        return self.host.outside(self.host.here / "runs" / self.run / "state" / "key").read_text()
 
-    def wait(self) -> RemoteEngine:
-        ends = time.monotonic() + READY_SECONDS
+    def wait(self, seconds: float = READY_SECONDS) -> RemoteEngine:
+        ends = time.monotonic() + seconds
         ask = [sys.executable, "-c", "import sys, urllib.request as r; r.urlopen(sys.argv[1], timeout=5)"]
         while "Error" in self.host.run([*ask, f"http://{self.address}/health"], code=None):
             if self.process.poll() is not None or time.monotonic() > ends:
@@ -91,12 +93,16 @@ class RemoteEngine:
         return self
 
 
-def serve(host: Host, model: Path, out: Path, *more: str) -> RemoteEngine:
-    """Begin to serve; `wait` waits."""
-    words = ["serve-engines", str(model), "--device", "cpu", "--host", host.address, "--port", str(ENGINE_PORT)]
-    argv = rltool(*words, "--run", "fleet", *more)
-    process = host.start(argv, env={"COLUMNS": "250", "RLTOOL_RUNS": str(host.here / "runs")}, out=out)
-    return RemoteEngine(host, process, out)
+def serve(
+    host: Host, model: Path, out: Path, *more: str, at: str = "", run: str = "fleet",
+    environment: Mapping[str, str] | None = None,
+) -> RemoteEngine:  # fmt: skip
+    """Begin to serve, at one of the host's addresses, by default its first; `wait` waits."""
+    at = at or host.address
+    words = ["serve-engines", str(model), "--device", "cpu", "--host", at, "--port", str(ENGINE_PORT)]
+    argv = rltool(*words, "--run", run, *more)
+    own = {"COLUMNS": "250", "RLTOOL_RUNS": str(host.here / "runs"), **(environment or {})}
+    return RemoteEngine(host, host.start(argv, env=own, out=out), out, at, run)
 
 
 def metrics(runs: Path, run: str) -> list[dict]:

@@ -266,6 +266,13 @@ def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeyp
     asyncio.run(case())
 
 
+@pytest.mark.parametrize(("lengths", "size"), [((64, 4096), 62), ((4096, None), 64), ((), 64), ((4096,), 64)])
+def test_engines_are_compared_over_no_more_tokens_than_they_take(lengths, size):
+    """vLLM takes max_model_len tokens with the one that it samples beside scoring."""
+    engines = [SimpleNamespace(max_model_len=length) for length in lengths]
+    assert main_module.checked_tokens(8192, engines) == size and main_module.checked_tokens(33, engines) == 32
+
+
 def test_a_line_that_a_kill_left_half_written_is_cut_off(tmp_path):
     expected, _ = asyncio.run(attempt(tmp_path))
     with (tmp_path / "calls.jsonl").open("ab") as file:
