@@ -162,10 +162,9 @@ def _sample_advantages(batch: TrainBatch, algorithm: AlgorithmConfig) -> Tensor:
     rewards, groups = batch.sample_rewards(), batch.group_ids
     if batch.episode_ids is None:
         return _estimated(rewards, groups, algorithm)
-    numbers, episode, count = numbered(batch.episode_ids)
-
-    total = torch.zeros(len(numbers), dtype=rewards.dtype).index_add(0, episode, rewards)
-    group = torch.zeros(len(numbers), dtype=groups.dtype).index_put((episode,), groups)
+    ids, episode, count = numbered(batch.episode_ids)
+    total = torch.zeros(len(ids), dtype=rewards.dtype).index_add(0, episode, rewards)
+    group = torch.zeros(len(ids), dtype=groups.dtype).index_put((episode,), groups)
     return _estimated(total / count, group, algorithm)[episode]
 
 
@@ -174,8 +173,8 @@ def _of_reward_parts(batch: TrainBatch) -> Tensor:
     parts, weights, groups = _present(batch, "reward_parts"), _present(batch, "part_weights"), batch.group_ids
     if batch.episode_ids is None:
         return advantages.gdpo_advantages(parts, weights, groups)
-    numbers, episode, _ = numbered(batch.episode_ids)
-    first = torch.full((len(numbers),), len(episode)).scatter_reduce(0, episode, torch.arange(len(episode)), "amin")
+    ids, episode, _ = numbered(batch.episode_ids)
+    first = torch.full((len(ids),), len(episode)).scatter_reduce(0, episode, torch.arange(len(episode)), "amin")
     return advantages.gdpo_advantages(parts[first], weights[first], groups[first])[episode]
 
 

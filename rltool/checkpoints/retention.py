@@ -10,6 +10,8 @@ from pathlib import Path
 
 from rltool.processes.files import write_json_atomic
 
+MEASURED = "measured.json"
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -44,8 +46,6 @@ def expendable(
     return [entry.step for entry in by_step if entry.step not in staying]
 
 
-FILE = "measured.json"
-
 
 class MeasuredLater:
     """Values of checkpoint.best_metric that came after the checkpoint was written, from an evaluation that ran beside
@@ -55,7 +55,7 @@ class MeasuredLater:
     cannot be read counts as none, for all that hangs on it is which checkpoints are thinned out."""
 
     def __init__(self, directory: Path, metric: str | None) -> None:
-        self._file, self._metric = directory / FILE, metric
+        self._file, self._metric = directory / MEASURED, metric
         self._values = _read(self._file).get(metric, {}) if metric is not None else {}
 
     def value(self, step: int) -> float | None:

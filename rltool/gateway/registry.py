@@ -85,7 +85,7 @@ class Sessions:
         return session
 
     def touch(self, session: Session) -> None:
-        """It is in use; other processes are told where its file would let it seem idle."""
+        """Mark it as used; in its file, too, before other processes would take it for idle."""
         now = self._clock()
         if now - session.last_used > self._idle / 3:
             self._store.touch(session)

@@ -291,8 +291,8 @@ async def _whole(
 
 async def _no_queue(request: web.Request) -> web.StreamResponse:
     raise BadRequest(
-        "this gateway has several processes (--processes), and the queue of remote agents is in one: start one without "
-        "for them",
+        "this gateway has several processes (--processes), and the queue of remote agents is in one process: start a "
+        "gateway of one for them",
         code="several_processes",
     )
 

@@ -125,7 +125,7 @@ class Journal:
 
     def compact(self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int]) -> None:
         """changed: calls in place of those of their numbers, None takes one out, with its result; results: of which
-        calls these go. A kill at any moment leaves a journal that says the same to whoever needs neither."""
+        calls these go. A kill at any moment leaves a journal that is the same for a restart, which needs neither."""
         with self._lock:
             self.floors |= floors
             calls = {n: changed.get(n, call) for n, call in self.calls.items()}
@@ -150,7 +150,7 @@ class Journal:
 
 class History:
     """What a report shows: a line for each call that was carried out, and the tallies of clients, every TALLY_SECONDS
-    where they have changed. In no journal: a kill may take the last tallies. clients: name -> what is counted.
+    where they have changed. Not synced to the disk: a kill may lose the last tallies. clients: name -> what is counted.
 
     samples: requests that engines have answered; refused: calls that were not accepted, the last with its reason.
     """

@@ -44,13 +44,13 @@ class _Asked:
 
 
 class Samples:
-    """Owned by one event loop. most: in flight, of each client; ended: told of each request that engines have answered:
-    its client, sampled tokens. `close` last."""
+    """Owned by one event loop. most: in flight, of each client; ended: called with client and sampled tokens of each
+    request that engines have answered. `close` last."""
 
     def __init__(
         self, sampling: Sampling, *, vocab_size: int, most: int, ended: Callable[[str, int], None] = lambda *_: None
     ) -> None:
-        self._note_ended = ended
+        self._on_ended = ended
         self._sampling, self._vocab_size, self._most = sampling, vocab_size, most
         self._boot, self._count = secrets.token_hex(6), 0
         self._tasks = Background()
@@ -117,7 +117,7 @@ class Samples:
         tokens = sum(len(sequence.tokens) for sequence in output.sequences)
         self.ended += 1
         self.tokens += tokens
-        self._note_ended(client, tokens)
+        self._on_ended(client, tokens)
         return {"proto": base64.b64encode(encode_samples(output)).decode()}
 
     def _forget(self) -> None:

@@ -55,7 +55,7 @@ _OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
 FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
-"""Times Limits.in_flight: of each client the newest calls, whose results are kept where nobody asks for them."""
+"""Times Limits.in_flight: of each client the newest calls, whose results are kept until they are fetched."""
 NO_SEQ = 2**63
 KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""

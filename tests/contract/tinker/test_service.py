@@ -254,7 +254,7 @@ def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeyp
                 await forward(service, "a", model, 5)
             with pytest.raises(Refused, match="fetched long ago"):
                 await service.result("a", unasked.number + 4, 5)
-            if begin == 31:  # nobody has fetched it until now
+            if begin == 31:  # it was not fetched until now
                 assert await forward(service, "a", model, 1) == replace(unasked, body={})
                 assert "proto" in (await service.result("a", unasked.number, 0) or {})
             await steps(service, model, begin, begin + 100)
