@@ -478,7 +478,7 @@ NOT_SERVED = (
 client's package."""
 
 RECIPES = (
-    ("sl_loop", "half of the answers it learns are right; checkpoints with time to live", "loss 8.8 to 0.1 in 16 steps",
+    ("sl_loop", "half of the answers it learns are right; checkpoints with time to live", "loss below 0.3 in 16 steps",
      "test_sl_loop_learns_answers_and_its_checkpoints_are_there"),
     ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce` (alpha, of "
      "what samplers record) and not `gspo`, for which it gives no thresholds", "reward 0.2 to 1 in 8 steps",

@@ -44,6 +44,11 @@ class Served:
     url: str
     keys: Path
 
+    def kill(self, role: str) -> None:
+        state = read_state(self.run, role)
+        assert state is not None
+        os.kill(state.pid, signal.SIGKILL)
+
     def client(self, who: str, script: str, *more: str) -> subprocess.Popen[str]:
         key = (self.keys / who).read_text().strip()
         command = [str(clients_python()), str(CLIENT), self.url, key, script, *more]
@@ -193,13 +198,9 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
     assert client.stderr is not None
     for line in client.stderr:
         if line.startswith("round 2"):
-            engine = read_state(served.run, "engine-0")
-            assert engine is not None
-            os.kill(engine.pid, signal.SIGKILL)
+            served.kill("engine-0")
         if line.startswith("round 4"):
-            server = read_state(served.run, ROLE)
-            assert server is not None
-            os.kill(server.pid, signal.SIGKILL)
+            served.kill(ROLE)
         if line.startswith("round 6"):
             break
     found = result_of(client)
@@ -219,9 +220,7 @@ def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoi
         for line in client.stderr:
             for word, role in (("ahead", ROLE), ("engine", "engine-0")):
                 if line.startswith(word):
-                    process = read_state(served.run, role)
-                    assert process is not None
-                    os.kill(process.pid, signal.SIGKILL)
+                    served.kill(role)
             if line.startswith("engine"):
                 break
         found = result_of(client)
