@@ -174,6 +174,28 @@ def test_requests_of_a_session_stay_at_one_engine_while_it_has_a_slot_and_serves
     asyncio.run(run())
 
 
+def test_a_session_of_another_process_goes_on_at_the_engine_that_it_had(two):
+    first, second = two
+
+    async def run():
+        async with rig(*two) as r:
+
+            async def ask(number, session):
+                trace = Trace()
+                await r.plane.generate(request(number, session=session), trace=trace)
+                return trace.engine
+
+            assert await ask(0, "new") == first.url
+            r.plane.settle("old", first.url)
+            assert await ask(1, "old") == first.url, "though the second has no session"
+            r.plane.settle("old", second.url)
+            assert [await ask(2, "old"), await ask(3, "old")] == [second.url] * 2
+            r.plane.settle("old", "http://127.0.0.1:1")
+            assert await ask(4, "old") == second.url, "an engine that is not there"
+
+    asyncio.run(run())
+
+
 def test_sessions_that_have_long_ended_are_forgotten(two, monkeypatch):
     monkeypatch.setattr(data_plane, "SESSIONS", 2)
 
