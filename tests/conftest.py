@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from functools import cache
@@ -14,6 +15,9 @@ from tests.long_report import WORKER_INPUT, FailuresAtOnce, LeftOut, LongReport
 from tests.tiny_models import write_tiny_qwen2
 
 pytest_plugins = ["pytester"]
+
+# Threads that torch's OpenMP leaves spinning take the core from the tests beside them. It is read once, when torch loads.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,8 @@ fi
 
 rm -f "$stamp"
 "${PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check pip==26.3
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 
 torch_index=()
 if [[ -n "${RLTOOL_TORCH_INDEX:-}" ]]; then
