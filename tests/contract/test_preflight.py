@@ -111,7 +111,7 @@ def test_a_run_that_resumes_goes_on_without_engines_that_do_not_answer_if_enough
 
 
 def test_a_run_that_restarts_by_itself_waits_for_engines_that_are_started_again(configure, fake_vllm, monkeypatch):
-    config = configure(fake_vllm.url)
+    config = configure(fake_vllm.url, sets=("deadlines.preflight=3",))
     endpoints = resolve_endpoints(config)
     fake_vllm.die()
     with pytest.raises(EnginesAway, match=fake_vllm.url):

@@ -512,8 +512,13 @@ def test_nobody_waits_for_ever_for_a_comparison(serve, settings, spellers):
 # -- staleness
 
 
-@pytest.mark.parametrize("pause_mode", ["keep", "abort"])
-@pytest.mark.parametrize("max_staleness", [1, 4])
+@pytest.mark.parametrize(
+    ("max_staleness", "pause_mode"),
+    [
+        (1, "keep"), (4, "abort"), pytest.param(1, "abort", marks=pytest.mark.long),
+        pytest.param(4, "keep", marks=pytest.mark.long),
+    ],
+)  # fmt: skip
 def test_no_trained_token_is_older_than_the_bound(serve, settings, fakes, max_staleness, pause_mode):
     """A hundred steps with updates in flight, on both dialects; the books are checked at each."""
     for engine in fakes:
@@ -1209,13 +1214,33 @@ def test_a_checkpoint_is_taken_while_tokens_come(serve, settings, fakes):
 
 NO_RAY = "import sys; sys.modules['ray'] = None; sys.modules['megatron'] = None; from rltool.cli import main; main()"
 """With these two not importable, whatever would start a trainer fails."""
+ONE_BY_ONE = """
+import contextlib, io, json, os, sys
+sys.modules['ray'] = sys.modules['megatron'] = None
+from rltool.cli import main
+ends = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, said, code = ["rltool", *words], io.StringIO(), 0
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+    ends.append((code, said.getvalue(), os.path.exists("runs")))
+print(json.dumps(ends))
+"""
+"""Commands that end at once, in one process: to import what they need takes seconds."""
+
+
+def command(cwd, program, *arguments):
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, cwd=cwd,
+        env={**os.environ, "RLTOOL_RUNS": str(cwd / "runs")},
+    )  # fmt: skip
 
 
 def rollout_only(config_file, *arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-c", NO_RAY, "debug", "rollout-only", "--config", str(config_file), *arguments],
-        capture_output=True, text=True, timeout=300, cwd=cwd, env={**os.environ, "RLTOOL_RUNS": str(cwd / "runs")},
-    )  # fmt: skip
+    return command(cwd, NO_RAY, "debug", "rollout-only", "--config", str(config_file), *arguments)
 
 
 @pytest.fixture
@@ -1248,28 +1273,11 @@ def test_rollout_only_records_what_the_manager_generates(config_file, tmp_path, 
     assert refused.returncode == 2 and "already holds rollouts" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "without an address"),
-        (("--rollout-external", "127.0.0.1:9", "--set", "trainer.world_size=2"), "trainer.world_size (--set)"),
-        (("--rollout-external", "127.0.0.1:9", "--set", "deadlines.preflight=2"), "http://127.0.0.1:9"),
-    ],
-)
-def test_rollout_only_refuses_what_cannot_work_and_starts_nothing(config_file, tmp_path, arguments, message):
-    done = rollout_only(config_file, *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and message in done.stderr
-    assert not (tmp_path / "runs").exists()
-
-
 # -- eval
 
 
 def evaluation(config_file, *arguments, cwd):
-    return subprocess.run(
-        [sys.executable, "-c", NO_RAY, "eval", "--config", str(config_file), *arguments],
-        cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, "RLTOOL_RUNS": str(cwd / "runs")},
-    )  # fmt: skip
+    return command(cwd, NO_RAY, "eval", "--config", str(config_file), *arguments)
 
 
 def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, spellers, data_file, tmp_path):
@@ -1289,19 +1297,26 @@ def test_eval_alone_prints_a_table_and_writes_results_and_samples(config_file, s
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "nothing to evaluate"),
-        (("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "--checkpoint: give one of them"),
-        (("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
-        (("--checkpoint", "m"), "is no Hugging Face directory"),
-    ],
-)
-def test_eval_refuses_what_names_no_model(config_file, tmp_path, arguments, message):
-    done = evaluation(config_file, *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and message in done.stderr
-    assert not (tmp_path / "runs").exists()
+REFUSED = (
+    ("debug rollout-only", (), "without an address"),
+    ("debug rollout-only", ("--rollout-external", "127.0.0.1:9", "--set", "trainer.world_size=2"),
+     "trainer.world_size (--set)"),
+    ("debug rollout-only", ("--rollout-external", "127.0.0.1:9", "--set", "deadlines.preflight=2"),
+     "http://127.0.0.1:9"),
+    ("eval", (), "nothing to evaluate"),
+    ("eval", ("--rollout-external", "127.0.0.1:9", "--checkpoint", "m"), "--checkpoint: give one of them"),
+    ("eval", ("--rollout-external", "127.0.0.1:9", "--serve-flags", "--device cpu"), "--serve-flags are of"),
+    ("eval", ("--checkpoint", "m"), "is no Hugging Face directory"),
+)  # fmt: skip
+
+
+def test_rollout_only_and_eval_refuse_what_cannot_work_and_start_nothing(config_file, tmp_path):
+    words = [[*verb.split(), "--config", str(config_file), *arguments] for verb, arguments, _ in REFUSED]
+    done = command(tmp_path, ONE_BY_ONE, json.dumps(words))
+    assert done.stdout, done.stderr
+    ends = json.loads(done.stdout.splitlines()[-1])
+    for (verb, arguments, message), (code, said, has_runs) in zip(REFUSED, ends, strict=True):
+        assert code == 2 and message in said and not has_runs, (verb, arguments, said)
 
 
 def test_rollout_only_is_a_benchmark_of_engines_that_pauses_them_as_a_trainer_would(config_file, spellers, tmp_path):
