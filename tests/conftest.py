@@ -16,7 +16,7 @@ from tests.tiny_models import write_tiny_qwen2
 
 pytest_plugins = ["pytester"]
 
-# Threads that torch's OpenMP leaves spinning take the core from the tests beside them. It is read once, when torch loads.
+# OpenMP's threads that spin while they wait take the core from the tests beside. Read once, when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 

@@ -9,7 +9,10 @@ import argparse
 import os
 import sys
 import threading
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from rltool import __version__
 
@@ -29,7 +32,46 @@ def write_python(directory: Path) -> Path:
     return program
 
 
+class Names(type):
+    """Of a class that has all names."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Names(name, (Nothing,), {})
+
+
+class Nothing(metaclass=Names):
+    """What stands for a class, a dtype or a decorator of torch."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __call__(self, function: Any) -> Any:
+        return function
+
+    def __getattr__(self, name: str) -> Any:
+        return Nothing()
+
+
+class NoTorch:
+    """Finds in the place of torch what has all names and does nothing: to import torch is two thirds of the start of
+    this process, which is sent no weights."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name.split(".")[0] == "torch" else None  # type: ignore[arg-type]
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = ModuleType(spec.name)
+        module.__getattr__ = lambda name: getattr(Nothing, name)  # type: ignore[method-assign]
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
 def main() -> None:
+    sys.meta_path.insert(0, NoTorch())
     from tests.contract.fakes.vllm import FakeVllm
 
     parser = argparse.ArgumentParser()
