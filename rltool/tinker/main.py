@@ -96,6 +96,7 @@ async def _serve(
     limits = Limits(
         in_flight=serving.max_in_flight, samples=serving.max_samples, models=serving.max_models,
         checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
+        session_timeout=serving.session_timeout,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(EngineClient(run=run.run_id))

@@ -26,6 +26,7 @@ from aiohttp.test_utils import TestClient, TestServer
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
+from rltool.algorithms.named_losses import LOSSES
 from rltool.cli import main
 from rltool.commands.tables import served_line
 from rltool.config.serve_trainer import ServeTrainerConfig
@@ -34,6 +35,7 @@ from rltool.engines.run_client import SERVED_ROLE
 from rltool.errors import UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
+from rltool.tinker.calls import SAMPLERS, STATES
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal, Lines
 from rltool.tinker.samples import Samples
@@ -78,7 +80,7 @@ class Killed(BaseException):
     """Nothing of the process goes on after it."""
 
 
-def make(directory: Path, *, snapshot_every: int = 3, **limits: int) -> tuple[Service, PlainTrainer]:
+def make(directory: Path, *, snapshot_every: int = 3, **limits: Any) -> tuple[Service, PlainTrainer]:
     trainer = PlainTrainer()
     return Service(directory, trainer, "base", limits=Limits(**limits), snapshot_every=snapshot_every), trainer
 
@@ -117,7 +119,7 @@ async def life(service: Service, session: str, known: dict[int, Any]) -> list[An
         await fetch()
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
     await call(lambda: service.load_weights("a", body))
-    await service.delete_checkpoint("a", model, "s0")
+    await service.delete_checkpoint("a", model, STATES, "s0")
     for each in (2, 3, 4):
         await call(partial(forward, service, "a", model, seq + each))
     await fetch()
@@ -216,6 +218,159 @@ def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(t
         assert all(torch.equal(one[name], other[name]) for name in one), f"killed at {count}"
         shutil.rmtree(directory)
     assert 40 < count < 899
+
+
+class OnlyOne(PlainTrainer):
+    """Trains all weights, of one model at a time, as ranks do."""
+
+    def create(self, name: str, adapter: Any, seed: int) -> None:
+        if self.models:
+            raise UsageError(f"model {next(iter(self.models))!r} trains all weights")
+        super().create(name, adapter, seed)
+
+
+def only_one(directory: Path, **limits: Any) -> tuple[Service, PlainTrainer]:
+    trainer = OnlyOne()
+    return Service(directory, trainer, "base", limits=Limits(rank=0, **limits), snapshot_every=100), trainer
+
+
+@contextmanager
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """[0]: seconds that the services' clock is ahead."""
+    ahead, monotonic = [0.0], service_module.time.monotonic
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            service_module, "time", SimpleNamespace(
+                monotonic=lambda: monotonic() + ahead[0], time=service_module.time.time,
+                perf_counter=service_module.time.perf_counter,
+            )
+        )  # fmt: skip
+        yield ahead
+
+
+async def running_on(service: Service, work: Awaitable[Any]) -> Any:
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0)  # from here on it listens
+    try:
+        return await work
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+
+
+async def made(service: Service, client: str, session: str | None = None, number: int = 0) -> str:
+    """A model that the trainer has."""
+    session = session or await service.open_session(client)
+    body = {"session_id": session, "model_seq_id": number, "base_model": "base"}
+    call = await service.create_model(client, body)
+    assert "error" not in (await service.result(client, call.number, 5) or {"error": "none"}), call
+    return call.model
+
+
+def test_what_was_done_is_done_again_in_the_order_of_before_also_where_one_client_made_room_for_another(tmp_path):
+    """Of each client the first calls in turn would make b's model beside a's, which the trainer refuses."""
+
+    async def first(service: Service) -> tuple[str, str]:
+        one = await made(service, "a")
+        await service.result("a", (await forward(service, "a", one, 1)).number, 5)
+        refused = await service.create_model(
+            "b", {"session_id": await service.open_session("b"), "model_seq_id": 0, "base_model": "base"}
+        )
+        assert "trains all weights" in (await service.result("b", refused.number, 5) or {})["error"]
+        gone = await service.unload_model("a", {"model_id": one})
+        await service.result("a", gone.number, 5)
+        two = await made(service, "b")
+        call = await service.optim_step("b", {"model_id": two, "seq_id": 1, "adam_params": {"learning_rate": 0.1}})
+        await service.result("b", call.number, 5)
+        return refused.model, two
+
+    async def then(service: Service, model: str) -> dict[str, Any]:
+        call = await forward(service, "b", model, 2)
+        return await service.result("b", call.number, 5) or {}
+
+    service, before = only_one(tmp_path)
+    refused, two = asyncio.run(running_on(service, first(service)))
+    weights = before.models[two]["weights"]
+    service, after = only_one(tmp_path)
+    assert "proto" in asyncio.run(running_on(service, then(service, two)))
+    assert list(after.models) == [two] and torch.equal(after.models[two]["weights"], weights)
+    assert service.models() == {"b": 1} and refused not in service.models_of("b")
+
+
+def test_a_model_whose_client_is_silent_makes_room_and_none_of_a_living_client_does(tmp_path, monkeypatch):
+    async def first(service: Service, ahead: list[float]) -> str:
+        one = await made(service, "a")
+        await save(service, one, 1, "kept")
+        ahead[0] += 61
+        service.heartbeat("a", one.partition(":")[0])
+        ahead[0] += 59
+        with pytest.raises(AssertionError):
+            await made(service, "b")  # a's client lives
+        ahead[0] += 2
+        session = await service.open_session("b")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        two = await service.create_model("b", body)
+        assert await service.create_model("b", body) == two
+        assert "error" not in (await service.result("b", two.number, 5) or {"error": "none"})
+        assert service.models() == {"b": 1} and names(service, one) == ["kept"]
+        with pytest.raises(UsageError, match="its session was silent for 60 s, and its place was needed"):
+            await forward(service, "a", one, 2)
+        return one
+
+    async def again(service: Service, ahead: list[float], one: str) -> None:
+        ahead[0] += 59
+        with pytest.raises(AssertionError):
+            await made(service, "a")  # b's client is yet to be heard by this process
+        ahead[0] += 2
+        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "optimizer": True}
+        call = await service.load_weights("a", body | {"path": f"tinker://{one}/weights/kept"})
+        assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
+        assert service.models() == {"a": 1}
+
+    with clock(monkeypatch) as ahead:
+        service, _ = only_one(tmp_path, session_timeout=60.0)
+        one = asyncio.run(running_on(service, first(service, ahead)))
+        ahead[0] += 1000  # nobody listened meanwhile
+        service, trainer = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, again(service, ahead, one)))
+        assert len(trainer.models) == 1
+        service, restored = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, asyncio.sleep(0.2)))
+        [held], [found] = trainer.models.items(), restored.models.items()
+        assert held[0] == found[0] and torch.equal(held[1]["weights"], found[1]["weights"])
+
+
+def test_of_adapters_those_of_the_same_client_make_room_the_longest_silent_first_and_none_with_calls_to_do(
+    tmp_path, monkeypatch
+):
+    async def case(service: Service, ahead: list[float]) -> None:
+        others = await made(service, "b")
+        sessions = [await service.open_session("a") for _ in range(2)]
+        first, second = [await made(service, "a", session) for session in sessions]
+        ahead[0] += 30
+        service.heartbeat("a", sessions[0])
+        ahead[0] += 31
+        third = await made(service, "a")
+        assert service.models_of("a") == [first, second, third]
+        with pytest.raises(UsageError, match="is unloaded: its session was silent for 60 s"):
+            await forward(service, "a", second, 1)
+        await service.result("b", (await forward(service, "b", others, 1)).number, 5)
+        ahead[0] += 31
+        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "base_model": "base"}
+        call = await forward(service, "a", first, 1)
+        ahead[0] += 61
+        service.heartbeat("a", third.partition(":")[0])
+        with pytest.raises(UsageError, match="2 models, the most"):
+            await service.create_model("a", body)  # its call is not done
+        await service.result("a", call.number, 5)
+        ahead[0] += 61
+        service.heartbeat("a", third.partition(":")[0])
+        await service.create_model("a", body)
+
+    with clock(monkeypatch) as ahead:
+        service, _ = make(tmp_path, models=2, session_timeout=60.0)
+        asyncio.run(running_on(service, case(service, ahead)))
 
 
 def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
@@ -525,8 +680,8 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
         await save(service, model, 1, "brief", ttl_seconds=3600)
         await save(service, model, 2, "kept", ttl_seconds=3600)
         await save(service, model, 3, "later")
-        await service.set_ttl("a", model, "kept", None)
-        await service.set_ttl("a", model, "later", 7200)
+        await service.set_ttl("a", model, STATES, "kept", None)
+        await service.set_ttl("a", model, STATES, "later", 7200)
         now = service_module.time.time()
         monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
         await service.expire()
@@ -590,6 +745,74 @@ def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tm
     asyncio.run(case())
 
 
+def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints_are(tmp_path, monkeypatch):
+    async def case(service: Service, trainer: PlainTrainer) -> str:
+        server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
+        model = await made(service, "a")
+        await save(service, model, 1, "same")
+        for seq, name in enumerate(("same", "brief", "gone", ""), 2):
+            body = {"model_id": model, "seq_id": seq, "path": name or None, "sampling_session_seq_id": seq}
+            call = await service.save_weights_for_sampler("a", body)
+            await service.result("a", call.number, 5)
+        session = model.partition(":")[0]
+        opened = {"session_id": session, "sampling_session_seq_id": 9, "model_path": f"tinker://{model}/sampler_weights/gone"}
+        sampler = service.demand_sampler("a", await service.open_sampler("a", opened))
+        assert service.weights_of(sampler)
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
+                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
+                    return reply.status, await reply.json()
+
+            run = f"training_runs/{model}"
+
+            async def listed() -> list[str]:
+                found = (await ask("GET", f"{run}/checkpoints"))[1]["checkpoints"]
+                assert all(each["tinker_path"] == f"tinker://{model}/{each['checkpoint_id']}" for each in found)
+                return sorted(f"{each['checkpoint_type']} {each['checkpoint_id']}" for each in found)
+
+            kept, rest = ["sampler sampler_weights/same", "training weights/same"], "sampler sampler_weights/"
+            assert await listed() == sorted([*kept, f"{rest}brief", f"{rest}gone"])
+            one = f"{run}/checkpoints/sampler_weights"
+            assert (await ask("DELETE", f"{one}/gone", key="tml-b"))[0] == 404
+            for _ in range(2):
+                assert (await ask("DELETE", f"{one}/gone"))[0] == 200
+            assert (await ask("DELETE", f"{one}/none"))[0] == 404
+            assert (await ask("DELETE", f"{run}/checkpoints/other/same"))[0] == 404
+            assert (await ask("PUT", f"{one}/brief/ttl", {"ttl_seconds": 3600}))[0] == 200
+            assert not (tmp_path / "samplers" / model / "gone").exists()
+            with pytest.raises(Refused, match="are kept no more"):
+                service.weights_of(sampler)
+            info = await ask("POST", "weights_info", {"tinker_path": f"tinker://{model}/sampler_weights/same"})
+            assert info == (200, {"base_model": "base", "is_lora": False})
+            assert (await ask("GET", run))[1]["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/brief"
+            now = service_module.time.time()
+            monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
+            assert await listed() == kept
+        return model
+
+    async def later(service: Service, model: str) -> None:
+        body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 10}
+        for name in ("gone", "brief"):  # their saves were done again, and they are there until a snapshot
+            with pytest.raises(Refused, match="there are no weights"):
+                await service.open_sampler("a", body | {"model_path": f"tinker://{model}/sampler_weights/{name}"})
+        with pytest.raises(UsageError, match="a name is given once"):
+            await service.save_weights_for_sampler("a", {"model_id": model, "seq_id": 9, "path": "gone"})
+        await service.result("a", (await forward(service, "a", model, 10)).number, 5)
+        assert {(each.kind, each.name) for each in service.saved(model)} == {(STATES, "same"), (SAMPLERS, "same")}
+
+    service, trainer = make(tmp_path, snapshot_every=100)
+    model = asyncio.run(running_on(service, case(service, trainer)))
+    for snapshot_every in (100, 1):
+        service, _ = make(tmp_path, snapshot_every=snapshot_every)
+        if snapshot_every == 100:
+            asyncio.run(running_on(service, later(service, model)))
+        else:
+            asyncio.run(running_on(service, asyncio.sleep(0.2)))
+    left = {each.name for each in (tmp_path / "samplers" / model).iterdir()}
+    assert "same" in left and left.isdisjoint({"gone", "brief"})
+
+
 def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_one_after_is_refused(tmp_path):
     async def case() -> None:
         service, trainer = make(tmp_path, snapshot_every=1)
@@ -600,14 +823,14 @@ def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_o
         await asyncio.wait({running})
         body = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/one"}
         call = await service.load_weights("a", body)
-        await service.delete_checkpoint("a", model, "one")
-        await service.delete_checkpoint("a", model, "one")
+        await service.delete_checkpoint("a", model, STATES, "one")
+        await service.delete_checkpoint("a", model, STATES, "one")
         assert await service.load_weights("a", body) == call  # a repetition
         assert names(service, model) == []
         with pytest.raises(Refused, match="there is no checkpoint"):
             await service.load_weights("a", body | {"seq_id": 3})
         with pytest.raises(Refused, match="there is no model"):
-            await service.delete_checkpoint("b", model, "one")
+            await service.delete_checkpoint("b", model, STATES, "one")
         with pytest.raises(UsageError, match="a name is given once"):
             await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "one"})
         before = await forward(service, "a", model, 3)
@@ -659,6 +882,7 @@ def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its
         running.cancel()
         await asyncio.wait({running})
         assert list(copies.iterdir()) == []  # a snapshot has what was loaded
+        assert await service.load_weights("a", body) == call  # a repetition yet
         service.close()
 
     asyncio.run(case())
@@ -810,6 +1034,7 @@ def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
             for reason in ("success", "interrupted"):  # again, as where an answer was lost
                 finish = {"reason": {"type": reason}, "detail": None}
                 assert (await ask("POST", f"sessions/{session}/finish", finish))[0] == 200
+            assert (await ask("POST", "session_heartbeat", {"session_id": session}))[0] == 410
             promised = (await ask("POST", "unload_model", {"model_id": model}))[1]  # a repetition too
             assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
         assert not trainer.models and service.models() == {}
@@ -936,10 +1161,43 @@ def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
     theirs = set(of_the_client("routes"))
     page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
     rows = re.findall(r"^\| `([A-Z]+ \S+)`", page, re.MULTILINE)
-    ours = [re.sub("{[^}]*}", "{}", row.replace("/weights/{name}", "/{name}")) for row in rows]
+    ours = [re.sub("{[^}]*}", "{}", row.replace("/{kind}/{name}", "/{name}")) for row in rows]
     assert len(ours) == len(set(ours)), "a route is in one of the tables, once"
     assert set(ours) - theirs == {"POST unload_model"}, "the client still has the types of its answer"
     assert theirs <= set(ours)
+
+
+def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_call(tmp_path):
+    theirs = set(of_the_client("losses"))
+    assert theirs - set(LOSSES) == {"stable_reinforce", "custom"} and set(LOSSES) <= theirs
+    service, _ = make(tmp_path)
+    server = TinkerServer(service, {"a": "tml-a"}, poll_seconds=5)
+    policy = {"logprobs": [0.0] * 3, "advantages": [1.0] * 3}
+
+    async def case() -> None:
+        model = await made(service, "a")
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def answer(seq: int, loss: str, **more: Any) -> tuple[int, Any]:
+                inputs = policy if loss != "cross_entropy" else {}
+                proto = forward_proto(model, seq, tokens=[1, 2, 3], targets=[2, 3, 5], loss=loss, **inputs, **more)
+                head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
+                async with http.post(PREFIX + "forward_backward", data=proto, headers=head) as reply:
+                    return reply.status, await reply.json()
+
+            for seq, loss in enumerate(sorted(LOSSES), 1):
+                clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} if loss == "gspo" else {}
+                status, promised = await answer(seq, loss, settings=clip)
+                assert status == 200, promised
+                assert "proto" in (await service.result("a", int(promised["request_id"]), 5) or {}), loss
+            for loss in sorted(theirs - set(LOSSES)):
+                status, refused = await answer(50, loss)
+                assert status == 422 and f"loss {loss!r} is not supported" in refused["error"]
+            status, refused = await answer(50, "ppo", settings={"beta": 1.0})
+            assert status == 422 and "loss_fn_config has beta, which it does not read" in refused["error"]
+
+    asyncio.run(running_on(service, case()))
+    assert all(call.key.rpartition(":")[2] != "50" for call in Journal(tmp_path).calls.values())
 
 
 def of_the_client(*arguments: str) -> Any:
