@@ -31,15 +31,17 @@ from rltool.cli import main
 from rltool.commands.tables import served_line
 from rltool.config.serve_trainer import ServeTrainerConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import SERVED_ROLE
-from rltool.errors import UsageError
+from rltool.engines.types import EngineInfo
+from rltool.errors import EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
 from rltool.tinker.calls import SAMPLERS, STATES
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal, Lines
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import SampleRequest, parse_sample
+from rltool.tinker.sampling import Absent, LoadedAdapters, SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
 from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
@@ -69,7 +71,7 @@ def calls_what_the_docs_say(request: pytest.FixtureRequest, monkeypatch: pytest.
 class Endless:
     """Samples that no engine ends."""
 
-    max_model_len = 8
+    max_model_len, at_once = 8, 16
 
     async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
         await asyncio.Event().wait()
@@ -465,7 +467,10 @@ def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, mon
 def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
     found = iter([EnginesAway("one"), EnginesAway("one"), "fleet"])
 
-    def probed(_: object) -> object:
+    needs: list[int | None] = []
+
+    def probed(_: object, needed: int | None) -> object:
+        needs.append(needed)
         each = next(found)
         if isinstance(each, Exception):
             raise each
@@ -474,10 +479,11 @@ def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again
     monkeypatch.setattr(main_module, "probed", probed)
     monkeypatch.setattr(main_module, "AWAY_SECONDS", 0.0)
     stop, config = StopSignal(lambda _: None), TrainConfig.model_construct()
-    assert main_module._engines(config, ServeTrainerConfig(), stop) == "fleet"
+    assert main_module._engines(config, ServeTrainerConfig(), stop, goes_on=True) == "fleet"
     found = iter([EnginesAway("one"), EnginesAway("one")])
     with pytest.raises(EnginesAway):
-        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop)
+        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop, goes_on=False)
+    assert needs[:3] == [1, 1, 1] and set(needs[3:]) == {None}, "one is enough, but at the first start"
 
 
 async def model_of(service: Service, client: str) -> str:
@@ -801,6 +807,9 @@ def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints
         await service.result("a", (await forward(service, "a", model, 10)).number, 5)
         assert {(each.kind, each.name) for each in service.saved(model)} == {(STATES, "same"), (SAMPLERS, "same")}
 
+    async def last(service: Service, model: str) -> None:
+        await service.result("a", (await forward(service, "a", model, 11)).number, 5)
+
     service, trainer = make(tmp_path, snapshot_every=100)
     model = asyncio.run(running_on(service, case(service, trainer)))
     for snapshot_every in (100, 1):
@@ -808,7 +817,7 @@ def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints
         if snapshot_every == 100:
             asyncio.run(running_on(service, later(service, model)))
         else:
-            asyncio.run(running_on(service, asyncio.sleep(0.2)))
+            asyncio.run(running_on(service, last(service, model)))
     left = {each.name for each in (tmp_path / "samplers" / model).iterdir()}
     assert "same" in left and left.isdisjoint({"gone", "brief"})
 
@@ -924,6 +933,149 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
             await samples.close()
 
     asyncio.run(scenario())
+
+
+class Counted:
+    """Samples without a sequence; two at a time."""
+
+    max_model_len, at_once = 8, 2
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
+        self.running += 1
+        assert self.running <= self.at_once
+        try:
+            await asyncio.sleep(0.001)
+        finally:
+            self.running -= 1
+        return SampleOutput(())
+
+
+def test_samples_of_clients_take_turns_however_many_one_has_sent_and_cancelled_ones_keep_no_slot():
+    async def case() -> list[str]:
+        order: list[str] = []
+        samples = Samples(Counted(), vocab_size=10, most=100, ended=lambda client, _: order.append(client))
+        body = {"sampling_session_id": "s", "prompt": {"chunks": [{"tokens": [1]}]}}
+        body["sampling_params"] = {"max_tokens": 1}
+        numbers = [samples.begin("a", body | {"seq_id": seq}, None) for seq in range(20)]
+        await asyncio.sleep(0)
+        for number in (*numbers[:2], *numbers[10:]):  # two that run, and some that wait
+            samples.cancel("a", number)
+        asked = [samples.begin("b", body | {"seq_id": seq}, None) for seq in range(3)]
+        for client, number in [*(("b", each) for each in asked), *(("a", each) for each in numbers[2:10])]:
+            assert "proto" in (await samples.result(client, number, 5) or {})
+        await samples.close()
+        return order
+
+    order = asyncio.run(case())
+    assert Counter(order) == {"a": 8, "b": 3}
+    assert order.index("b") <= 3 and "".join(order).rindex("b") <= 7, order
+
+
+class FakeNames:
+    """NamedAdapters that load at once."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def publish(self, name: str, directory: Path, engines: Any) -> dict[str, Any]:
+        self.loaded.append(directory.name)
+        return {}
+
+    async def unload(self, name: str) -> dict[str, Any]:
+        return {}
+
+
+def test_an_adapter_gets_a_place_though_requests_never_end_to_come_for_those_that_have_them():
+    async def case() -> None:
+        engines = SimpleNamespace(fleet=SimpleNamespace(members=lambda *_: ()), client=None)
+        adapters: Any = LoadedAdapters(engines, slots=2, deadline=1.0, prefix="t")  # type: ignore[arg-type]
+        names = adapters._named = FakeNames()
+        ends = asyncio.Event()
+
+        async def user(name: str, seconds: float) -> None:
+            """Two of them, so that there is no moment without a request."""
+            while not ends.is_set():
+                async with adapters.using(Path("/adapters") / name):
+                    await asyncio.sleep(seconds)
+
+        users = [asyncio.create_task(user(name, each)) for name in "ab" for each in (0.003, 0.005)]
+        await asyncio.sleep(0.02)
+        for _ in range(3):
+            async with asyncio.timeout(5), adapters.using(Path("/adapters/c")):
+                assert sum(not held.leaves for held in adapters._held.values()) >= 1
+            await asyncio.sleep(0.02)
+        given_up = asyncio.create_task(user("d", 0))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        assert {"a", "b"} <= set(names.loaded[-8:]), "who gave way comes back"
+        ends.set()
+        async with asyncio.timeout(5):
+            await asyncio.gather(*users)
+        assert len(adapters._held) <= 2 and not any(held.users for held in adapters._held.values())
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("problem", [None, "serves another model"])
+def test_an_engine_that_was_away_joins_when_it_answers_and_fits(problem):
+    endpoint, said = EngineEndpoint(url="http://127.0.0.1:9"), list[str]()
+    answers: list[Any] = [EngineUnreachable("away"), EngineUnreachable("away"), SimpleNamespace()]
+    checked: list[Any] = [EngineUnreachable("it has died again"), problem]
+
+    async def probe(*_: Any, **__: Any) -> Any:
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def check(*_: Any) -> str | None:
+        found = checked.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    joined: list[Any] = []
+
+    async def carried_out() -> None:
+        joined.append("shown")
+
+    fleet = SimpleNamespace(
+        policy=SimpleNamespace(probe_seconds=0.001), add_probed=lambda each, info, takes_weights: joined.append(each)
+    )
+    engines: Any = SimpleNamespace(fleet=fleet, client=SimpleNamespace(probe=probe), log=said.append)
+    monitor: Any = SimpleNamespace(carry_out=carried_out)
+    asyncio.run(asyncio.wait_for(Absent((endpoint,), check).join(endpoint, engines, monitor), 5))
+    assert joined == ([] if problem else [endpoint, "shown"]) and not checked
+    assert said == ([f"engine {endpoint.url} does not join: {problem}"] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({}, None), ({"lora_rank": 2}, "adapters up to rank 2"), ({"max_model_len": 63}, "max_model_len is 63, less"),
+        ({"lora_slots": 2}, "lora_slots is 2, less"), ({"score": -9.0}, "log-probabilities differ by 8"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_joins_is_checked_as_the_first_ones_are(tmp_path, own, text):
+    async def score(endpoint: EngineEndpoint, tokens: Any, timeout: float) -> tuple[float, ...]:
+        return (own.get("score", -1.0),) * (len(tokens) - 1)
+
+    config = TrainConfig.model_validate({"model": {"path": tmp_path, "dtype": "float32"}})
+    client: Any = SimpleNamespace(score=score)
+    base = main_module.BaseCheck(config, client, (1, 2, 3), np.array([-1.0, -1.0]))
+    there = EngineInfo(
+        dialect="vllm", engine_version="0", model_id="m", world_size=1, max_model_len=64, vocab_size=9, dtype="float32",
+        weight_backend=None, weight_version=None, boot_id=None, plugin=True, device="cpu", lora_rank=8, lora_slots=4,
+    )  # fmt: skip
+    joins = replace(there, **{key: value for key, value in own.items() if key != "score"})
+    fleet: Any = SimpleNamespace(infos={"http://127.0.0.1:8": there})
+    endpoint = EngineEndpoint(url="http://127.0.0.1:9")
+    problem = asyncio.run(main_module._joining_problem(8, fleet, base, endpoint, joins))
+    assert problem is None if text is None else text in (problem or "")
 
 
 def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
