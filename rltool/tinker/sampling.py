@@ -340,10 +340,10 @@ class Absent:
                 info = await engines.client.probe(endpoint, timeout=HEALTH_SECONDS)
                 problem = await self.problem(endpoint, info)
             except (EngineRejected, UsageError) as error:
-                problem = str(error)
+                info, problem = None, str(error)
             except EngineError:
                 continue
-            if problem is None:
+            if info is not None and problem is None:
                 engines.fleet.add_probed(endpoint, info, takes_weights=False)
                 await monitor.carry_out()
             else:

@@ -765,6 +765,7 @@ class Service:
         self._remove_deleted()
         self._remove_copies()
         self._compact()
+        self.history.compact()
 
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results

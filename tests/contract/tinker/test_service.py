@@ -23,6 +23,7 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
+import rltool.report.served as report_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
@@ -37,6 +38,7 @@ from rltool.engines.types import EngineInfo
 from rltool.errors import EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
+from rltool.report.served import read_served
 from rltool.tinker.calls import SAMPLERS, STATES
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal, Lines
@@ -421,6 +423,49 @@ def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeyp
         assert abs(sizes[2] - sizes[1]) < 1500, sizes
 
     asyncio.run(case())
+
+
+def test_a_history_is_folded_with_the_journal_and_says_the_same(tmp_path, monkeypatch):
+    """Over two starts, of which the first leaves half a line."""
+
+    async def steps(service: Service, model: str, begin: int, end: int) -> None:
+        for seq in range(begin, end, 3):
+            for each in range(2):
+                await forward(service, "a", model, seq + each)
+            service.history.sampled("a", 2)
+            call = await service.optim_step("a", {"model_id": model, "seq_id": seq + 2, "adam_params": {}})
+            await service.result("a", call.number, 5)
+        service.history.refused("b", f"at {begin}")
+
+    def life(directory: Path, folds: int) -> Any:
+        lab = directory / "lab"
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "HISTORY_BYTES", folds)
+            patch.setattr(report_module, "KEPT_POINTS", 8)
+            patch.setattr(os, "fsync", lambda _: None)
+            service, _ = make(lab / "served")
+            model = asyncio.run(running_on(service, both(service)))
+            with (lab / "served" / "history.jsonl").open("ab") as file:
+                file.write(b'{"time": 1, "cli')
+            service, _ = make(lab / "served")
+            asyncio.run(running_on(service, steps(service, model, 90, 120)))
+        return read_served(lab), (lab / "served" / "history.jsonl").stat().st_size
+
+    async def both(service: Service) -> str:
+        model = await made(service, "a")
+        await steps(service, model, 0, 90)
+        return model
+
+    (whole, size), (folded, small) = life(tmp_path / "whole", 10**9), life(tmp_path / "folded", 1000)
+    [one], [other] = whole.models.values(), folded.models.values()
+    assert (one.calls, one.steps, one.failed) == (other.calls, other.steps, other.failed) == (121, 40, 0)
+    assert set(other.losses) < set(one.losses) and set(other.norms) < set(one.norms)
+    assert other.losses[-1] == one.losses[-1] and len(other.losses) >= 4
+    assert whole.clients == folded.clients == {
+        "a": {"samples": 40, "sampled_tokens": 80}, "b": {"last_refusal": "at 90", "refused": 2},
+    }  # fmt: skip
+    assert whole.starts == folded.starts == 2
+    assert small < 6000 < size
 
 
 @pytest.mark.parametrize(("lengths", "size"), [((64, 4096), 62), ((4096, None), 64), ((), 64), ((4096,), 64)])
