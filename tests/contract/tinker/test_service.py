@@ -255,6 +255,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 async def running_on(service: Service, work: Awaitable[Any]) -> Any:
     running = asyncio.create_task(service.run())
     await asyncio.sleep(0)  # from here on it listens
+    while any(each.last > service._done.get(name, -1) for name, each in service._models.items()):
+        await asyncio.sleep(0.001)  # what was done before is done again
     try:
         return await work
     finally:
