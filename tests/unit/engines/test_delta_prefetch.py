@@ -13,7 +13,7 @@ from rltool.engines.delta.chain import Held
 from rltool.engines.delta.rebuild import CannotRebuild, Rebuilt
 from rltool.engines.plugin import prefetch as prefetching
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher
-from rltool.engines.plugin.prefetch_route import prefetch
+from rltool.engines.plugin.routes import prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 
 BODY = {"store": "/store", "version": "v", "seconds": 5.0}
@@ -118,7 +118,7 @@ class Workers:
 
 @pytest.fixture(autouse=True)
 def without_naps(monkeypatch):
-    monkeypatch.setattr("rltool.engines.plugin.prefetch_route.POLL_SECONDS", 0.0)
+    monkeypatch.setattr("rltool.engines.plugin.routes.POLL_SECONDS", 0.0)
 
 
 def test_the_route_answers_when_every_worker_has_the_version():

@@ -10,9 +10,8 @@ import pytest
 from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH
 from rltool.engines.plugin.guard import ALLOWED_ROUTES, CONTROL_ROUTES
 from rltool.engines.plugin.lease import LEASE_PATH, REMEMBERED, LeaseTable, answer
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH
+from rltool.engines.plugin.routes import FINISH_PATH, PREFETCH_PATH, UPDATE_PATH
 from rltool.engines.plugin.server import ServerMiddleware
-from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
 from rltool.engines.types import Holder, Lease
 from tests.clock import Clock
 from tests.unit.engines.test_plugin_guard import KEY, App

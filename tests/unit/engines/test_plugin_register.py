@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rltool.engines import plugin
-from rltool.engines.plugin import cpu
+from rltool.engines.plugin import patches
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 
 
@@ -81,16 +81,16 @@ def condition(monkeypatch):
 @pytest.mark.parametrize(("quiet", "naps"), [(0.0, False), (0.5, True), (2.0, False)])
 def test_a_reader_naps_between_polling_and_the_socket(condition, monkeypatch, quiet, naps):
     slept = []
-    monkeypatch.setattr(cpu.time, "sleep", slept.append)
+    monkeypatch.setattr(patches.time, "sleep", slept.append)
     for _ in range(2):  # vLLM loads plugins more than once in a process
-        cpu.limit_busy_loop({cpu.BUSY_LOOP_VARIABLE: "0.1"})
+        patches.limit_busy_loop({patches.BUSY_LOOP_VARIABLE: "0.1"})
     reader = condition(quiet)
     reader.wait(timeout_ms=7)
-    assert slept == ([cpu.NAP_SECONDS] if naps else []) and reader.asked == ([] if naps else [7])
+    assert slept == ([patches.NAP_SECONDS] if naps else []) and reader.asked == ([] if naps else [7])
 
 
 def test_without_the_variable_readers_are_left_alone(condition):
-    cpu.limit_busy_loop({})
+    patches.limit_busy_loop({})
     assert condition.wait is Condition.wait
 
 
@@ -105,28 +105,28 @@ def system_utils(monkeypatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     sys.modules["vllm.utils"].system_utils = module
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
-    monkeypatch.setattr(cpu.os, "register_at_fork", lambda **hooks: registered.append(hooks))
+    monkeypatch.setattr(patches.os, "register_at_fork", lambda **hooks: registered.append(hooks))
     module.registered = registered = []
     return module
 
 
 def test_engine_processes_are_forked_where_the_variable_says_so(system_utils):
     for _ in range(2):
-        cpu.fork_engine_processes({cpu.FORK_VARIABLE: "1"})
+        patches.fork_engine_processes({patches.FORK_VARIABLE: "1"})
     system_utils._maybe_force_spawn()
     assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
-    assert system_utils.registered == [{"after_in_child": cpu.leave_servers_to_the_parent}]
+    assert system_utils.registered == [{"after_in_child": patches.leave_servers_to_the_parent}]
 
 
 def test_without_the_variable_they_are_started_as_vllm_likes(system_utils):
     before = system_utils._maybe_force_spawn
-    cpu.fork_engine_processes({})
+    patches.fork_engine_processes({})
     assert system_utils._maybe_force_spawn is before and system_utils.registered == []
 
 
 SERVER = """
 import os, socket
-from rltool.engines.plugin.cpu import leave_servers_to_the_parent
+from rltool.engines.plugin.patches import leave_servers_to_the_parent
 os.register_at_fork(after_in_child=leave_servers_to_the_parent)
 server = socket.create_server(("127.0.0.1", 0))
 inode = os.fstat(server.fileno()).st_ino

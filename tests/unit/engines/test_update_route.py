@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rltool.engines.plugin.loading import WeightUpdateError
-from rltool.engines.plugin.update_route import finish_update, update_weights
+from rltool.engines.plugin.routes import finish_update, update_weights
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.plugin.workers import ask_workers, hear_all_workers
 
