@@ -37,7 +37,7 @@ test-312: venv-sglang venv-clients venv-cookbook
 test-megatron-019:
 	test -x .venv-megatron-019/bin/python || $(PYTHON312) -m venv .venv-megatron-019
 	.venv-megatron-019/bin/python -m pip install --quiet -r requirements/megatron-0.19.txt -e .[train,quickstart,dev]
-	.venv-megatron-019/bin/python -m pytest $(TRAINER_TESTS) tests/unit/megatron/test_patches.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_kernels.py $(ARGS)
+	.venv-megatron-019/bin/python -m pytest $(TRAINER_TESTS) tests/unit/megatron/patches/test_patches.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_kernels.py $(ARGS)
 
 unit: venv
 	.venv/bin/python -m pytest tests/unit tests/contract $(ARGS)

@@ -94,7 +94,7 @@ def test_a_version_that_cannot_be_read_has_what_new_ones_have():
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_the_extra_installs_the_newest_version_that_is_known(kind):
     """`uv pip install '.[vllm]'` of the README. Unbounded it brings a release that rltool does not know."""
-    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     (bound,) = project["optional-dependencies"][kind]
     *before, last = newest(kind).split(".")
     assert bound == f"{kind}>={newest(kind)},<{'.'.join([*before, str(int(last) + 1)])}"

@@ -11,7 +11,7 @@ from rltool.errors import RltoolError, UsageError
 from rltool.rollout.rewards.pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
 
-HERE = "tests.unit.rollout.reward_functions:"
+HERE = "tests.unit.rollout.rewards.reward_functions:"
 
 
 def sample(index=0, **metadata):

@@ -9,7 +9,7 @@ import pytest
 from rltool.chat.parsers.parsed import Call
 from rltool.chat.parsers.registry import PARSERS, parser_of
 from rltool.config.gateway import GatewayConfig
-from tests.unit.chat.tool_formats import WRITERS, some_calls, tool
+from tests.unit.chat.parsers.tool_formats import WRITERS, some_calls, tool
 
 TOOLS = (tool("add", {"a": "integer", "b": "string"}),)
 

@@ -18,7 +18,7 @@ from rltool.rollout.data.own import MAX_TOO_LONG_IN_A_ROW, load_own_source
 from rltool.rollout.data.prompt import PromptStore
 from rltool.rollout.data.spec import DataSpec, parse_spec
 from rltool.training.sources import SupervisedData
-from tests.unit.rollout.test_data import LetterTokenizer, indices, jsonl, load
+from tests.unit.rollout.data.test_data import LetterTokenizer, indices, jsonl, load
 
 
 @pytest.mark.parametrize(
@@ -371,7 +371,7 @@ def no_source(config, seed):
 
 
 def own(name="Counter"):
-    config = DataConfig(source=f"tests.unit.rollout.test_data_sets:{name}")
+    config = DataConfig(source=f"tests.unit.rollout.data.test_data_sets:{name}")
     return load_own_source(config, LetterTokenizer(), seed=0, max_prompt_tokens=5)
 
 

@@ -14,7 +14,7 @@ from rltool.engines.plugin.routes import FINISH_PATH, PREFETCH_PATH, UPDATE_PATH
 from rltool.engines.plugin.server import ServerMiddleware
 from rltool.engines.types import Holder, Lease
 from tests.clock import Clock
-from tests.unit.engines.test_plugin_guard import KEY, App
+from tests.unit.engines.plugin.test_plugin_guard import KEY, App
 
 OURS, OTHER = Holder("a" * 32, "ours", "host-a", 1), Holder("b" * 32, "other", "host-b", 2)
 

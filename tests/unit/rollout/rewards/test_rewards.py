@@ -101,7 +101,7 @@ def test_a_function_that_cannot_be_called_as_a_reward_is_refused_with_its_signat
 
 
 @pytest.mark.parametrize(
-    "path", ["rltool.rollout.rewards.shipped:exact_match", "tests.unit.rollout.reward_functions:judge"]
+    "path", ["rltool.rollout.rewards.shipped:exact_match", "tests.unit.rollout.rewards.reward_functions:judge"]
 )
 def test_a_plain_function_and_a_callable_object_are_rewards(path):
     assert callable(load_reward(path))

@@ -21,9 +21,9 @@ from rltool.rollout.rewards.scoring import Scorer
 from rltool.rollout.rewards.shipped import chosen_letter, f1, math_verified, multiple_choice, numeric, regex
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.model_clients import Models, Reply
-from tests.unit.rollout.test_rewards import sample
+from tests.unit.rollout.rewards.test_rewards import sample
 
-HERE = "tests.unit.rollout.test_shipped_rewards:"
+HERE = "tests.unit.rollout.rewards.test_shipped_rewards:"
 
 
 @pytest.mark.parametrize("name", [*SHIPPED, *SHIPPED_FOR_GROUPS])

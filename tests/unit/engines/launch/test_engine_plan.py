@@ -375,7 +375,7 @@ def test_colocated_engines_are_on_the_gpus_of_the_ranks_of_four_hosts():
 
 # -- the examples of docs/engines.md
 
-EXAMPLES = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[3] / "docs/engines.md").read_text(), re.DOTALL)
+EXAMPLES = re.findall(r"```toml\n(.*?)```", (Path(__file__).parents[4] / "docs/engines.md").read_text(), re.DOTALL)
 
 
 @pytest.mark.parametrize("text", EXAMPLES, ids=lambda text: text.splitlines()[0][:60])

@@ -27,7 +27,7 @@ from rltool.weights.memory import Memory
 from rltool.weights.transport import Rendezvous, SenderOptions, TransportError
 from rltool.weights.transports.delta_group import DeltaGroupSender
 from tests.ranks import flat_bytes
-from tests.unit.engines.test_delta_patch import random_tensor, with_changes
+from tests.unit.engines.delta.test_delta_patch import random_tensor, with_changes
 
 RUN = "0123456789abcdef0123456789abcdef"
 CPU = torch.device("cpu")

@@ -112,7 +112,7 @@ def test_an_evaluation_that_ends_late_joins_the_record_of_its_step():
 
 
 def test_every_query_of_the_dashboard_names_an_exported_metric():
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[4]
     dashboard = json.loads((root / "docs" / "grafana.json").read_text())
     page = (root / "docs" / "metrics.md").read_text()
     explained = re.findall(r"`((?:rollout|train|eval|weights|time|engines|checkpoint)/[^`\s]+)`", page)

@@ -231,7 +231,7 @@ def test_a_misspelt_key_of_a_section_is_named_with_its_place(tmp_path):
 
 
 def test_the_example_of_the_documentation_is_sound(tmp_path):
-    page = (Path(__file__).parents[3] / "docs/weights.md").read_text()
+    page = (Path(__file__).parents[4] / "docs/weights.md").read_text()
     part = page[page.index("## A transport per engine") :]
     lines = part[part.index("    [weights]") :].splitlines()
     example = "\n".join(line.strip() for line in lines[: next(i for i, line in enumerate(lines) if line[:1].strip())])
