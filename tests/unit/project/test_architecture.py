@@ -291,10 +291,26 @@ def test_folders_within_a_room_import_downward():
                 assert floor[above[1]] > floor[below[2]], f"{found.file} imports {found.module}"
 
 
-def test_no_folder_of_these_rooms_is_too_full_to_read():
-    for room in FLOORS:
-        for folder in ((ROOT / "rltool" / room), *(ROOT / "rltool" / room).glob("*/")):
-            assert len(list(folder.glob("*.py"))) <= 23, folder  # the plugin; the others have fewer than 20
+MOST_FILES = 20
+MORE_FILES = {
+    "commands": (26, "a verb each"),
+    "config": (23, "a section each"),
+    "megatron": (39, "a part of the model each"),
+    "models": (38, "a family each"),
+    "processes": (32, "small and many-sided"),
+}
+"""Folders with more files, at most so many, and why."""
+
+
+def test_no_folder_is_too_full_to_read():
+    package = ROOT / "rltool"
+    found = {
+        file.parent.relative_to(package).as_posix(): len(list(file.parent.glob("*.py")))
+        for file in package.rglob("__init__.py")
+    }
+    allowed = {folder: limit for folder, (limit, _) in MORE_FILES.items()}
+    assert {folder: n for folder, n in found.items() if n > allowed.get(folder, MOST_FILES)} == {}
+    assert [folder for folder in MORE_FILES if found[folder] <= MOST_FILES] == []  # no exception any more
 
 
 PASSED_AROUND = {
