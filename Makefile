@@ -70,7 +70,7 @@ test-long: venv venv-sglang venv-clients venv-cookbook
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:
-	RLTOOL_TEST_DEVICE=cuda $(PYTHON) -m pytest -m "gpu or not long" tests/gpu tests/unit/megatron/test_kernels.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_multi_tensor.py $(ARGS)
+	RLTOOL_TEST_DEVICE=cuda $(PYTHON) -m pytest -m "gpu or not long" tests/gpu tests/unit/megatron/test_kernels.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/patches/test_multi_tensor.py $(ARGS)
 
 # Runs on fake engines that break all the time: ARGS="--seed 0 --minutes 1", ARGS="--soak --minutes 60" (docs/troubleshooting.md).
 chaos: venv

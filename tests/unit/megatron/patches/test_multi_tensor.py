@@ -5,7 +5,8 @@ import torch
 from megatron.core import utils
 from megatron.core.optimizer import clip_grads
 
-from rltool.megatron import multi_tensor, patches
+from rltool.megatron import patches
+from rltool.megatron.patches import optimizer
 
 SHAPES = [(3, 4), (7,), (1,), (2, 2, 2)]
 
@@ -17,7 +18,7 @@ def tensors():
 
 def test_the_norm_is_that_of_all_numbers():
     given = tensors()
-    norm, _ = multi_tensor.l2_norm(65536, torch.zeros(1), [given[:2], given[2:]])
+    norm, _ = optimizer.l2_norm(65536, torch.zeros(1), [given[:2], given[2:]])
     assert norm.shape == (1,)
     torch.testing.assert_close(norm[0], torch.cat([tensor.flatten() for tensor in given]).norm())
 
@@ -27,7 +28,7 @@ def test_scaling_writes_the_second_list(in_place):
     sources = tensors()
     results = sources if in_place else [torch.full_like(tensor, torch.nan) for tensor in sources]
     expected = [0.25 * tensor for tensor in sources]
-    multi_tensor.scale(65536, torch.zeros(1), [sources, results], 0.25)
+    optimizer.scale(65536, torch.zeros(1), [sources, results], 0.25)
     assert all(torch.equal(found, wanted) for found, wanted in zip(results, expected, strict=True))
     assert in_place or all(torch.equal(source, before) for source, before in zip(sources, tensors(), strict=True))
 
@@ -36,7 +37,7 @@ def test_scaling_writes_the_second_list(in_place):
 def test_only_megatrons_loops_are_replaced(monkeypatch, name):
     attribute = {"l2_norm": "l2_norm_impl", "scale": "multi_tensor_scale_impl"}[name]
     loop = {"l2_norm": utils.local_multi_tensor_l2_norm, "scale": utils.local_multi_tensor_scale}[name]
-    for installed, expected in ((loop, getattr(multi_tensor, name)), (another := object(), another)):
+    for installed, expected in ((loop, getattr(optimizer, name)), (another := object(), another)):
         monkeypatch.setattr(clip_grads, attribute, installed)
         patches.use_multi_tensor_kernels()
         assert getattr(clip_grads, attribute) is expected
