@@ -372,16 +372,19 @@ def packages() -> list[Path]:
     return sorted(file.parent for file in (ROOT / "rltool").rglob("__init__.py") if file.parent != ROOT / "rltool")
 
 
-def first_paragraph(package: Path) -> str:
+def what_it_is(package: Path) -> str:
+    """The first paragraph of the docstring, and from further down what may not be in the package."""
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    return " ".join(docstring.split("\n\n")[0].split())
+    first, _, rest = docstring.partition("\n\n")
+    elsewhere = re.search(r"Not here: .*?(?=\n\n|\Z)", rest, re.DOTALL)
+    return " ".join(f"{first} {elsewhere.group() if elsewhere else ''}".split())
 
 
 def rooms_page() -> str:
     rows = [
-        f"| `{package.relative_to(ROOT)}/` | {first_paragraph(package)} |"
+        f"| `{package.relative_to(ROOT)}/` | {what_it_is(package)} |"
         for package in packages()
-        if first_paragraph(package)
+        if what_it_is(package)
     ]
     return ROOMS_HEAD + "\n".join(rows) + "\n"
 
