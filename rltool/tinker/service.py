@@ -67,6 +67,9 @@ KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""
 KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
 
+LISTEN_SECONDS, STALL_SECONDS = 1.0, 15.0
+"""How often it is looked whether this process stood still, and from when on it did: then it heard nobody."""
+
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
 
@@ -177,8 +180,9 @@ class Service:
         """Whose files may be there yet."""
         self._last_calls: dict[str, float] = {}
         self._heard: dict[str, float] = {}
-        """Session -> when its client was heard last; without an entry when this process began to listen."""
+        """Session -> when its client was heard last."""
         self._listening = time.monotonic()
+        """Since when all clients could be heard without a break."""
         self._started = time.time()
         self.counts: dict[str, CallCounts] = {}
         """By kind, of the calls that this process has carried out."""
@@ -396,7 +400,7 @@ class Service:
         return silent[:needed] if 0 < needed <= len(silent) else []
 
     def _heard_of(self, name: str) -> float:
-        return self._heard.get(name.partition(":")[0], self._listening)
+        return max(self._heard.get(name.partition(":")[0], 0.0), self._listening)
 
     def _is_silent(self, name: str) -> bool:
         """No word of its session for so long, and no call that is not done."""
@@ -656,7 +660,23 @@ class Service:
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
-        job_is_next, self._listening = True, time.monotonic()
+        listening = asyncio.create_task(self._listen())
+        try:
+            await self._run()
+        finally:
+            listening.cancel()
+
+    async def _listen(self) -> None:
+        before = self._listening = time.monotonic()
+        while True:
+            await asyncio.sleep(LISTEN_SECONDS)
+            now = time.monotonic()
+            if now - before > STALL_SECONDS:
+                self._listening = now
+            before = now
+
+    async def _run(self) -> None:
+        job_is_next = True
         while True:
             async with self._news:
                 await self._news.wait_for(lambda: bool(self._again or self._waiting or self._jobs))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -249,6 +250,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
                 perf_counter=service_module.time.perf_counter,
             )
         )  # fmt: skip
+        patch.setattr(service_module, "STALL_SECONDS", math.inf)
         yield ahead
 
 
@@ -345,6 +347,25 @@ def test_a_model_whose_client_is_silent_makes_room_and_none_of_a_living_client_d
         asyncio.run(running_on(service, asyncio.sleep(0.2)))
         [held], [found] = trainer.models.items(), restored.models.items()
         assert held[0] == found[0] and torch.equal(held[1]["weights"], found[1]["weights"])
+
+
+def test_a_server_that_stood_still_itself_has_heard_nobody_and_takes_no_clients_place(tmp_path, monkeypatch):
+    async def case(service: Service, ahead: list[float]) -> None:
+        await made(service, "a")
+        ahead[0] += 61
+        await asyncio.sleep(0.05)
+        with pytest.raises(AssertionError):
+            await made(service, "b")
+        for _ in range(4):
+            ahead[0] += 20
+            await asyncio.sleep(0.05)
+        await made(service, "b")
+
+    with clock(monkeypatch) as ahead:
+        monkeypatch.setattr(service_module, "STALL_SECONDS", 30.0)
+        monkeypatch.setattr(service_module, "LISTEN_SECONDS", 0.001)
+        service, _ = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, case(service, ahead)))
 
 
 def test_of_adapters_those_of_the_same_client_make_room_the_longest_silent_first_and_none_with_calls_to_do(
