@@ -228,7 +228,7 @@ def test_a_restarted_server_goes_on_with_the_engine_that_is_there_and_the_other_
     """Each client dies without a word, and the next one's model takes the place of its."""
     clients_python()
     adapters = ("--lora-rank", "4", "--lora-slots", "2") if rank else ()
-    few = ("--session-timeout", "25", "--max-models", "1")
+    few = ("--session-timeout", "25", *(("--max-models", "1") if rank else ()))
     with serving(tmp_path, tiny_tied_dir, rank, "--num-engines", "2", *adapters, of_trainer=few) as served:
 
         def check(first: bool = False) -> None:
