@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from rltool.engines.run_client import CallCounts
 from rltool.errors import RltoolError, RunFault, UsageError
 from rltool.processes.files import write_json_atomic
-from rltool.processes.tasks import Background
+from rltool.processes.tasks import Background, beside
 from rltool.tinker.calls import (
     SAMPLERS,
     SHARED,
@@ -660,11 +660,8 @@ class Service:
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
-        listening = asyncio.create_task(self._listen())
-        try:
+        async with beside(self._listen()):
             await self._run()
-        finally:
-            listening.cancel()
 
     async def _listen(self) -> None:
         before = self._listening = time.monotonic()
