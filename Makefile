@@ -39,7 +39,7 @@ test-312: venv-sglang venv-clients venv-cookbook
 test-megatron-019:
 	test -x .venv-megatron-019/bin/python || $(PYTHON312) -m venv .venv-megatron-019
 	.venv-megatron-019/bin/python -m pip install --quiet -r requirements/megatron-0.19.txt -e .[train,quickstart,dev]
-	.venv-megatron-019/bin/python -m pytest $(TRAINER_TESTS) tests/unit/megatron/test_patches.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_kernels.py $(ARGS)
+	.venv-megatron-019/bin/python -m pytest $(TRAINER_TESTS) tests/unit/megatron/patches/test_patches.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_kernels.py $(ARGS)
 
 unit: venv
 	.venv/bin/python -m pytest tests/unit tests/contract $(ARGS)
@@ -72,7 +72,7 @@ test-long: venvs
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:
-	RLTOOL_TEST_DEVICE=cuda $(PYTHON) -m pytest -m "gpu or not long" tests/gpu tests/unit/megatron/test_kernels.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/test_multi_tensor.py $(ARGS)
+	RLTOOL_TEST_DEVICE=cuda $(PYTHON) -m pytest -m "gpu or not long" tests/gpu tests/unit/megatron/test_kernels.py tests/unit/megatron/test_attention_kernels.py tests/unit/megatron/patches/test_multi_tensor.py $(ARGS)
 
 # Runs on fake engines that break all the time: ARGS="--seed 0 --minutes 1", ARGS="--soak --minutes 60" (docs/troubleshooting.md).
 chaos: venv

@@ -372,16 +372,19 @@ def packages() -> list[Path]:
     return sorted(file.parent for file in (ROOT / "rltool").rglob("__init__.py") if file.parent != ROOT / "rltool")
 
 
-def first_paragraph(package: Path) -> str:
+def what_it_is(package: Path) -> str:
+    """The first paragraph of the docstring, and from further down what may not be in the package."""
     docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text(encoding="utf-8"))) or ""
-    return " ".join(docstring.split("\n\n")[0].split())
+    first, _, rest = docstring.partition("\n\n")
+    elsewhere = re.search(r"Not here: .*?(?=\n\n|\Z)", rest, re.DOTALL)
+    return " ".join(f"{first} {elsewhere.group() if elsewhere else ''}".split())
 
 
 def rooms_page() -> str:
     rows = [
-        f"| `{package.relative_to(ROOT)}/` | {first_paragraph(package)} |"
+        f"| `{package.relative_to(ROOT)}/` | {what_it_is(package)} |"
         for package in packages()
-        if first_paragraph(package)
+        if what_it_is(package)
     ]
     return ROOMS_HEAD + "\n".join(rows) + "\n"
 
@@ -414,6 +417,7 @@ CUSTOM = "test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss
 FULL = "test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoints_go_to_and_fro"
 FINISHED = "test_a_finished_session_unloads_its_models_and_makes_nothing_more"
 EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
+SILENT = "test_a_model_whose_client_is_silent_makes_room_and_none_of_a_living_client_does"
 CHECKPOINTS = "training_runs/{model}/checkpoints"
 
 SERVED: tuple[tuple[str, str, str], ...] = (
@@ -421,7 +425,7 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST client/config", "no parallel chunks: they are added up in their order", TRAINS),
     ("POST client/dynamic_config", "", TRAINS),
     ("POST create_session", "", TRAINS),
-    ("POST session_heartbeat", "", OVER_HTTP),
+    ("POST session_heartbeat", f"a silent session's models make room for others: `{SILENT}`", OVER_HTTP),
     ("POST telemetry", "read and dropped", OVER_HTTP),
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
@@ -446,11 +450,11 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST sessions/{session}/finish", "its models are unloaded", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
-    (f"GET {CHECKPOINTS}", "", TRAINS),
+    (f"GET {CHECKPOINTS}", "with named weights for sampling", TRAINS),
     ("GET checkpoints", "of all models", TRAINS),
     ("POST weights_info", "", TRAINS),
-    (f"DELETE {CHECKPOINTS}/weights/{{name}}", "", TRAINS),
-    (f"PUT {CHECKPOINTS}/weights/{{name}}/ttl", f"over a restart: `{EXPIRY}`", TRAINS),
+    (f"DELETE {CHECKPOINTS}/{{kind}}/{{name}}", "", TRAINS),
+    (f"PUT {CHECKPOINTS}/{{kind}}/{{name}}/ttl", f"over a restart: `{EXPIRY}`", TRAINS),
 )
 """Method and path behind /api/v1/, what is served of it, a test that calls it; that it does is checked where it runs
 (tests/contract/tinker/tested_by.py). tests/contract/tinker compares them with the server's routes."""

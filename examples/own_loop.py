@@ -1,6 +1,6 @@
 """A training loop of your own: the quickstart's task by GRPO, over `rltool serve-trainer` (docs/own-loop.md).
 
-    TINKER_BASE_URL=http://127.0.0.1:8300 TINKER_API_KEY=tml-... python examples/own_loop.py runs/demo/task 100
+    TINKER_BASE_URL=http://127.0.0.1:8300 TINKER_API_KEY=tml-... python examples/own_loop.py runs/demo/task 100 [SEED]
 """
 
 import json
@@ -53,20 +53,20 @@ def update(client, groups, lr):
     return output.result().metrics["loss:sum"], step.result().metrics["grad_norm"]
 
 
-def main(task, steps):
+def main(task, steps, seed=0):
     files = [task / "train.jsonl", task / "heldout.jsonl"]
     rows, heldout = ([json.loads(line) for line in file.read_text().splitlines()] for file in files)
     service = tinker.ServiceClient()
     model = service.get_server_capabilities().supported_models[0].model_name
-    client = service.create_lora_training_client(model, rank=RANK, seed=0)
-    tokenizer, draw = client.get_tokenizer(), random.Random(0)
+    client = service.create_lora_training_client(model, rank=RANK, seed=seed)
+    tokenizer, draw = client.get_tokenizer(), random.Random(seed)
     for step in range(steps + 1):
         sampler = client.save_weights_and_get_sampling_client()
         if step % 20 == 0 or step == steps:
             answers = sample(sampler, tokenizer, heldout, 1, 0)
             print(f"step {step}: held out {fmean(earned for _, _, rewards in answers for earned in rewards):.3f}")
         if step < steps:
-            groups = sample(sampler, tokenizer, draw.sample(rows, PROMPTS), SAMPLES, PROMPTS * step)
+            groups = sample(sampler, tokenizer, draw.sample(rows, PROMPTS), SAMPLES, 10**6 * seed + PROMPTS * step)
             lr = LR * min(1, (2 * step + 1) / WARMUP) * (1 - 0.9 * step / steps)
             losses = [update(client, half, lr)[0] for half in (groups[::2], groups[1::2])]
             earned = fmean(earned for _, _, rewards in groups for earned in rewards)
@@ -75,4 +75,4 @@ def main(task, steps):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

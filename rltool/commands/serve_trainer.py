@@ -61,6 +61,10 @@ def serve_trainer(
         int | None, typer.Option(help="Sampling requests of one client in flight (default: 4096).")
     ] = None,
     max_models: Annotated[int | None, typer.Option(help="Models of one client (default: 16).")] = None,
+    session_timeout: Annotated[
+        float | None,
+        typer.Option(help="Seconds of a client's silence, after which its models give way to others (default: 600)."),
+    ] = None,
     max_checkpoints: Annotated[int | None, typer.Option(help="Checkpoints of one client (default: 100).")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Of one request (default: 64 MiB).")] = None,
     snapshot_every: Annotated[
@@ -81,6 +85,7 @@ def serve_trainer(
         "host": host, "port": port, "keys": keys, "checkpoints": checkpoints, "served_name": served_name,
         "lora_rank": lora_rank,
         "max_in_flight": max_in_flight, "max_samples": max_samples, "max_models": max_models,
+        "session_timeout": session_timeout,
         "max_checkpoints": max_checkpoints, "max_body_bytes": max_body_bytes, "snapshot_every": snapshot_every,
         "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip

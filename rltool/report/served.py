@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from html import escape
 from pathlib import Path
@@ -15,6 +15,8 @@ from rltool.errors import RltoolError
 from rltool.report.charts import NUM_COLORS, Point, Series, format_number, legend, line_chart
 
 HISTORY = Path("served") / "history.jsonl"
+KEPT_POINTS = 400
+"""Of each line of a chart, where a history was folded: every second goes until there are no more."""
 
 
 @dataclass
@@ -55,8 +57,56 @@ class ServedModel:
 
 
 @dataclass
+class History:
+    """clients: of each start of the server, name -> counts, as rltool.tinker.journal.History; starts: how many of them
+    an entry stands for."""
+
+    models: dict[str, ServedModel] = field(default_factory=dict[str, ServedModel])
+    clients: dict[str, dict[str, dict[str, Any]]] = field(default_factory=dict[str, dict[str, dict[str, Any]]])
+    starts: dict[str, int] = field(default_factory=dict[str, int])
+
+    def add(self, line: dict[str, Any]) -> None:
+        if "boot" in line:
+            self.clients[line["boot"]], self.starts[line["boot"]] = line["clients"], line.get("starts", 1)
+        elif "folded" in line:
+            model = self.models[line["model"]] = ServedModel(**line["folded"])
+            model.losses, model.norms = ([(x, y) for x, y in points] for points in (model.losses, model.norms))
+        else:
+            self.models.setdefault(line["model"], ServedModel(line["client"])).add(line)
+
+    def folded(self, boot: str) -> list[dict[str, Any]]:
+        """Lines that say the same, but for points of charts: one for each model, one for this start, one for all starts
+        before."""
+        lines: list[dict[str, Any]] = []
+        for name, model in self.models.items():
+            kept = {"losses": _thinned(model.losses), "norms": _thinned(model.norms)}
+            lines.append({"model": name, "folded": asdict(model) | kept})
+        before = sum(count for each, count in self.starts.items() if each != boot)
+        if before:
+            lines.append({"boot": "before", "clients": self.tallies(without=boot), "starts": before})
+        return [*lines, {"boot": boot, "clients": self.clients.get(boot, {})}]
+
+    def tallies(self, without: str | None = None) -> dict[str, dict[str, Any]]:
+        """Client -> counts of all starts."""
+        found: dict[str, dict[str, Any]] = {}
+        for boot, clients in self.clients.items():
+            for client, counts in clients.items() if boot != without else ():
+                sums = found.setdefault(client, {})
+                for name, value in counts.items():
+                    sums[name] = value if isinstance(value, str) else sums.get(name, 0) + value
+        return found
+
+
+def _thinned(points: list[Point]) -> list[Point]:
+    """The newest stays."""
+    while len(points) > KEPT_POINTS:
+        points = points[::-2][::-1]
+    return points
+
+
+@dataclass
 class Served:
-    """What a history says. clients: name -> counts, as rltool.tinker.journal.History; starts: of the server."""
+    """What a history says. clients: name -> counts; starts: of the server."""
 
     name: str
     models: dict[str, ServedModel]
@@ -68,28 +118,22 @@ def is_served(directory: Path) -> bool:
     return (directory / HISTORY).exists() and not (directory / "metrics.jsonl").exists()
 
 
-def read_served(directory: Path) -> Served:
-    """The server may go on meanwhile. RltoolError for a damaged history."""
-    models: dict[str, ServedModel] = {}
-    tallies: dict[str, dict[str, dict[str, Any]]] = {}
-    lines = (directory / HISTORY).read_text(encoding="utf-8").splitlines()
+def read_history(file: Path) -> History:
+    """The server may go on meanwhile. RltoolError for a damaged one."""
+    found, lines = History(), file.read_text(encoding="utf-8").splitlines()
     for number, text in enumerate(lines, 1):
         try:
-            line = json.loads(text)
-            if "boot" in line:
-                tallies[line["boot"]] = line["clients"]
-            else:
-                models.setdefault(line["model"], ServedModel(line["client"])).add(line)
+            found.add(json.loads(text))
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):  # else it was killed, or is writing this line
-                raise RltoolError(f"{directory / HISTORY}, line {number}: no record ({error})") from error
-    clients: dict[str, dict[str, Any]] = {}
-    for counted in tallies.values():
-        for client, counts in counted.items():
-            found = clients.setdefault(client, {})
-            for name, value in counts.items():
-                found[name] = value if isinstance(value, str) else found.get(name, 0) + value
-    return Served(directory.name, models, clients, len(tallies))
+                raise RltoolError(f"{file}, line {number}: no record ({error})") from error
+    return found
+
+
+def read_served(directory: Path) -> Served:
+    """Errors of `read_history`."""
+    history = read_history(directory / HISTORY)
+    return Served(directory.name, history.models, history.tallies(), sum(history.starts.values()))
 
 
 def served_body(runs: Sequence[Served], title: str, note: str, made: str) -> str:

@@ -19,8 +19,9 @@ ALPHA = 32.0
 """Of every adapter: the API has no setting for it (tinker-docs.thinkingmachines.ai, "LoRA Primer")."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_PATH = re.compile(r"tinker://([^/]+)/weights/([^/]+)")
-_SAMPLER_PATH = re.compile(r"tinker://([^/]+)/sampler_weights/([^/]+)")
+STATES, SAMPLERS = "weights", "sampler_weights"
+"""Kinds of checkpoints, as their paths have it: what training goes on from, and what is sampled with."""
+_PATH = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 SHARED = "shared"
 """In place of a model's name: checkpoints that the server was given for all clients. No model is called so."""
 _UNNAMED = ".unnamed-"
@@ -35,12 +36,8 @@ def checkpoint_name(name: str) -> str:
     return name
 
 
-def checkpoint_path(model: str, name: str) -> str:
-    return f"tinker://{model}/weights/{name}"
-
-
-def sampler_path(model: str, name: str) -> str:
-    return f"tinker://{model}/sampler_weights/{name}"
+def checkpoint_path(model: str, kind: str, name: str) -> str:
+    return f"tinker://{model}/{kind}/{name}"
 
 
 def unnamed_sampler(seq: int) -> str:
@@ -48,23 +45,35 @@ def unnamed_sampler(seq: int) -> str:
     return f"{_UNNAMED}{seq:012d}"
 
 
+def is_unnamed(name: str) -> bool:
+    return name.startswith(_UNNAMED)
+
+
+def parse_any_path(path: str) -> tuple[str, str, str]:
+    """Model, kind and name."""
+    found = _PATH.fullmatch(path)
+    if not found:
+        raise UsageError(f"{path!r} is no path of a checkpoint, expected tinker://MODEL/{STATES}/NAME or {SAMPLERS}")
+    return found[1], found[2], checkpoint_name(found[3])
+
+
 def parse_sampler_path(path: str) -> tuple[str, str]:
     """Model and name."""
-    found = _SAMPLER_PATH.fullmatch(path)
-    if not found:
+    found = _PATH.fullmatch(path)
+    if not found or found[2] != SAMPLERS:
         raise UsageError(
-            f"{path!r} is no path of weights for sampling, expected tinker://MODEL/sampler_weights/NAME, as "
+            f"{path!r} is no path of weights for sampling, expected tinker://MODEL/{SAMPLERS}/NAME, as "
             "save_weights_for_sampler gives it"
         )
-    return found[1], checkpoint_name(found[2])
+    return found[1], checkpoint_name(found[3])
 
 
 def parse_path(path: str) -> tuple[str, str]:
     """Model and name."""
     found = _PATH.fullmatch(path)
-    if not found:
-        raise UsageError(f"{path!r} is no path of trained weights, expected tinker://MODEL/weights/NAME")
-    return found[1], checkpoint_name(found[2])
+    if not found or found[2] != STATES:
+        raise UsageError(f"{path!r} is no path of trained weights, expected tinker://MODEL/{STATES}/NAME")
+    return found[1], checkpoint_name(found[3])
 
 
 def trains_all(lora: Mapping[str, Any] | None) -> bool:
@@ -131,14 +140,14 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
             if not directory.exists():
                 directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 trainer.save(model, directory, optimizer=True)
-            return {"type": "save_weights", "path": checkpoint_path(model, body["name"])}
+            return {"type": "save_weights", "path": checkpoint_path(model, STATES, body["name"])}
         case "save_weights_for_sampler":
             kept = KEPT_UNNAMED_FULL if body.get("full") else KEPT_UNNAMED
             _export_for_sampling(trainer, model, samplers / model / body["name"], kept)
             saved: dict[str, Any] = {"type": "save_weights_for_sampler"}
             if body.get("sampling_session"):
                 return saved | {"sampling_session_id": body["sampling_session"]}
-            return saved | {"path": sampler_path(model, body["name"])}
+            return saved | {"path": checkpoint_path(model, SAMPLERS, body["name"])}
         case "load_weights":
             of_model, name = parse_path(body["path"])
             name = body.get("copy", name)

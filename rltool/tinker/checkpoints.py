@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.tinker.calls import checkpoint_path, parse_path
+from rltool.tinker.calls import SAMPLERS, STATES, checkpoint_path, parse_any_path
 from rltool.tinker.service import Saved, Service
 
 Body = dict[str, Any]
@@ -15,8 +15,9 @@ Body = dict[str, Any]
 
 def checkpoint(saved: Saved) -> Body:
     return {
-        "checkpoint_id": f"weights/{saved.name}", "checkpoint_type": "training", "time": _time(saved.time),
-        "tinker_path": checkpoint_path(saved.model, saved.name), "size_bytes": saved.size, "public": False,
+        "checkpoint_id": f"{saved.kind}/{saved.name}", "time": _time(saved.time),
+        "checkpoint_type": "training" if saved.kind == STATES else "sampler",
+        "tinker_path": checkpoint_path(saved.model, saved.kind, saved.name), "size_bytes": saved.size, "public": False,
         "expires_at": None if saved.expires is None else _time(saved.expires),
     }  # fmt: skip
 
@@ -49,8 +50,8 @@ async def training_runs(service: Service, client: str, query: Mapping[str, str])
 
 async def weights_info(service: Service, client: str, body: Body) -> Body:
     await service.expire()
-    model, name = parse_path(str(body.get("tinker_path")))
-    service.demand_checkpoint(client, model, name)
+    model, kind, name = parse_any_path(str(body.get("tinker_path")))
+    service.demand_checkpoint(client, model, kind, name)
     lora = service.lora_of(model)
     info: Body = {"base_model": service.base_model, "is_lora": lora is not None}
     if lora is not None:
@@ -60,11 +61,12 @@ async def weights_info(service: Service, client: str, body: Body) -> Body:
 
 
 def _run(service: Service, client: str, model: str) -> Body:
-    lora, saved = service.lora_of(model), service.saved(model)
+    lora = service.lora_of(model)
+    newest = {each.kind: checkpoint(each) for each in service.saved(model)}
     return {
         "training_run_id": model, "base_model": service.base_model, "model_owner": client, "is_lora": lora is not None,
         "lora_rank": lora["rank"] if lora else None, "last_request_time": _time(service.last_call(model)),
-        "last_checkpoint": checkpoint(saved[-1]) if saved else None,
+        "last_checkpoint": newest.get(STATES), "last_sampler_checkpoint": newest.get(SAMPLERS),
     }  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -18,11 +18,9 @@ from typing import Any
 
 from rltool.config.train import TrainConfig
 from rltool.engines.client import EngineClient
-from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.fleet.lease import holder_of_this_process
-from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineError, UsageError
 from rltool.processes.files import write_json_atomic
@@ -32,6 +30,7 @@ from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.versions import VersionBook
 from rltool.tinker.sampling import REQUESTS_PER_ENGINE, Held, Samplers
 from rltool.tinker.service import KEPT_NO_MORE, Service
+from rltool.training.checks.preflight import ProbedFleet
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines
 from rltool.training.served import ServedTrainer
@@ -196,14 +195,16 @@ def _demand(weights: Path) -> None:
 
 @asynccontextmanager
 async def full_samplers(
-    endpoints: Mapping[EngineEndpoint, EngineInfo], client: EngineClient, config: TrainConfig, *, sender: Trainer,
-    trainer: ServedTrainer, service: Service, run: RunDirectory, log: Callable[[str], None],
+    fleet: ProbedFleet, client: EngineClient, config: TrainConfig, *, sender: Trainer, trainer: ServedTrainer,
+    service: Service, run: RunDirectory, log: Callable[[str], None],
 ) -> AsyncIterator[Samplers]:  # fmt: skip
     """Over engines that are this run's alone. sender: what sends weights, of the ranks of `trainer`."""
+    # Lengths are those of a run's data, which there are none of; an engine that joins is checked by them.
+    sampling = {"temperature": 1.0, "max_prompt_tokens": 1, "max_response_tokens": 1}
     config = config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update={"requests_per_engine": REQUESTS_PER_ENGINE}),
-            "sampling": config.sampling.model_copy(update={"temperature": 1.0}),
+            "sampling": config.sampling.model_copy(update=sampling),
             "engines": config.engines.model_copy(update={"min_serving": 1}),
         }
     )
@@ -214,7 +215,7 @@ async def full_samplers(
         raise AssertionError(url, why)
 
     policy = PolicyEngines(
-        config, Engines(tuple(endpoints), {endpoint.url: info for endpoint, info in endpoints.items()}), engines,
+        config, Engines(fleet.endpoints.engines, fleet.infos, absent=fleet.absent), engines,
         OneVersion(Lineage(run.run_id, _attempt(run))), trainer=sender, lease=lease,
         hooks=EngineHooks(None, none_is_colocated, lambda error: log(str(error)), lambda: False),
     )  # fmt: skip
@@ -223,6 +224,7 @@ async def full_samplers(
         await published.start()
         yield Samplers(engines, policy.plane, published, deadline=config.deadlines.generate)
     finally:
+        await policy.membership.close()
         await published.close()
 
 

@@ -19,10 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.files import sync_directory
+from rltool.report.served import read_history
 
 TALLY_SECONDS = 10.0
+HISTORY_BYTES = 8 * 2**20
+"""Of a history, before it is folded: some 40,000 calls."""
 _NEXT, _FLOORS = "next", "floors"
 """Of the first line of a journal that was compacted."""
 
@@ -150,13 +153,16 @@ class Journal:
 
 class History:
     """What a report shows: a line for each call that was carried out, and the tallies of clients, every TALLY_SECONDS
-    where they have changed. Not synced to the disk: a kill may lose the last tallies. clients: name -> what is counted.
+    where they have changed; `compact` folds it to a line for each model. Not synced to the disk: a kill may lose the
+    last tallies. clients: name -> what is counted.
 
     samples: requests that engines have answered; refused: calls that were not accepted, the last with its reason.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = os.open(directory / "history.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._path, self._lock, self._folded = directory / "history.jsonl", threading.Lock(), 0
+        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._cut()
         self._boot, self._written = secrets.token_hex(6), time.monotonic()
         self.clients: dict[str, dict[str, Any]] = {}
         self._changed = True
@@ -175,10 +181,31 @@ class History:
         self.clients.setdefault(client, {})["last_refusal"] = reason[:300]
         self._count(client, refused=1)
 
+    def compact(self) -> None:
+        """Where it has doubled since, and is more than HISTORY_BYTES. One that is damaged is left as it is."""
+        if os.fstat(self._file).st_size <= max(HISTORY_BYTES, 2 * self._folded):
+            return
+        new = self._path.with_name(f"{self._path.name}.new")
+        with self._lock, suppress(OSError, RltoolError):
+            lines = read_history(self._path).folded(self._boot)
+            new.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            file = os.open(new, os.O_RDWR | os.O_APPEND)
+            os.fchmod(file, 0o600)
+            os.replace(new, self._path)
+            os.close(self._file)
+            self._file = file
+        self._folded = os.fstat(self._file).st_size
+
     def close(self) -> None:
         self._tally(-math.inf)
         os.close(self._file)
         self._file = -1  # a sample may end later
+
+    def _cut(self) -> None:
+        """A line that a kill has left without its end."""
+        data = self._path.read_bytes()
+        if not data.endswith(b"\n"):
+            os.ftruncate(self._file, data.rfind(b"\n") + 1)
 
     def _count(self, client: str, **counts: int) -> None:
         found = self.clients.setdefault(client, {})
@@ -194,5 +221,5 @@ class History:
 
     def _write(self, line: dict[str, Any]) -> None:
         """One write: lines of two threads stay whole. A full disk takes no call with it."""
-        with suppress(OSError):
+        with self._lock, suppress(OSError):
             os.write(self._file, json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n")

@@ -46,9 +46,9 @@ class Parts(Config):
     keys: Path
 
 
-def probed(config: TrainConfig) -> ProbedFleet:
-    """The engines of engines.external. UsageError for one that does not answer."""
-    return probe_fleet(resolve_endpoints(config), config.deadlines.preflight)
+def probed(config: TrainConfig, needed: int | None = None) -> ProbedFleet:
+    """The engines of engines.external. needed: this many are enough; None: all. UsageError where too few answer."""
+    return probe_fleet(resolve_endpoints(config), config.deadlines.preflight, needed=needed)
 
 
 def check_engines(fleet: ProbedFleet, config: TrainConfig, serving: ServeTrainerConfig, run: RunDirectory) -> None:
@@ -62,14 +62,15 @@ def check_engines(fleet: ProbedFleet, config: TrainConfig, serving: ServeTrainer
     halves = [engine.url for engine in fleet.endpoints.engines if not samples_alone(engine)]
     if halves:
         raise UsageError(f"{', '.join(halves)}: prefill and decode engines of SGLang do not sample alone")
-    problems = [] if full else [(url, _adapter_problem(info, serving.lora_rank)) for url, info in fleet.infos.items()]
+    problems = [] if full else [(url, adapter_problem(info, serving.lora_rank)) for url, info in fleet.infos.items()]
     found = [f"{url}: {problem}" for url, problem in problems if problem is not None]
     if found:
         raise UsageError("these engines cannot serve this trainer:\n" + "\n".join(found))
     check_leases(fleet, run.run_id if run.is_made else None)
 
 
-def _adapter_problem(info: EngineInfo, rank: int) -> str | None:
+def adapter_problem(info: EngineInfo, rank: int) -> str | None:
+    """Why an engine cannot serve adapters of this rank; None: it can."""
     start = f"start it with `rltool serve-engines --lora-rank {rank} --lora-slots N`"
     if info.lora_rank == 0 or (info.plugin and info.lora_rank is None):
         return f"takes no adapters: {start}"

@@ -12,13 +12,15 @@ import hashlib
 import json
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from rltool.errors import EngineRejected, RltoolError, UsageError
 from rltool.processes.tasks import Background
+from rltool.rollout.serving.fair_queue import FairQueue
 from rltool.tinker.sampling import SampleRequest, parse_sample
 from rltool.tinker.service import Refused
 from rltool.tinker.wire import SampleOutput, encode_samples
@@ -31,6 +33,8 @@ KEPT_RESULTS = 16384
 
 class Sampling(Protocol):
     max_model_len: int
+    at_once: int
+    """Requests that it can work on side by side."""
 
     async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput: ...
 
@@ -43,6 +47,34 @@ class _Asked:
     task: asyncio.Task[dict[str, Any]]
 
 
+class Turns:
+    """Slots, for which clients take turns, one request each. Owned by one event loop."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._queue: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    @asynccontextmanager
+    async def slot(self, client: str) -> AsyncIterator[None]:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._queue.push(self._queue.ticket(client), turn)
+        self._grant()
+        try:
+            await turn
+            yield
+        finally:
+            if turn.done() and not turn.cancelled():  # else it never had one
+                self._free += 1
+                self._grant()
+
+    def _grant(self) -> None:
+        while self._free and len(self._queue):
+            turn = self._queue.pop()
+            if not turn.done():  # cancelled
+                self._free -= 1
+                turn.set_result(None)
+
+
 class Samples:
     """Owned by one event loop. most: in flight, of each client; ended: called with client and sampled tokens of each
     request that engines have answered. `close` last."""
@@ -52,6 +84,7 @@ class Samples:
     ) -> None:
         self._on_ended = ended
         self._sampling, self._vocab_size, self._most = sampling, vocab_size, most
+        self._turns = Turns(sampling.at_once)
         self._boot, self._count = secrets.token_hex(6), 0
         self._tasks = Background()
         self._asked: OrderedDict[str, _Asked] = OrderedDict()
@@ -109,7 +142,8 @@ class Samples:
 
     async def _sample(self, client: str, asked: SampleRequest, weights: Path | None) -> dict[str, Any]:
         try:
-            output = await self._sampling.sample(asked, weights)
+            async with self._turns.slot(client):
+                output = await self._sampling.sample(asked, weights)
         except (UsageError, EngineRejected) as error:
             return {"error": str(error), "category": "user"}
         except RltoolError as error:

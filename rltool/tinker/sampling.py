@@ -1,8 +1,9 @@
 """Sampling for clients of a served trainer: requests in the words of the client's API, engines, adapters by name.
 
 An adapter is loaded at all engines when a request first names it, and goes when another needs its place and no request
-runs with it; the next request brings it back, under another name: a name stands for one load. No engine is paused. One
-that was started again refuses a name that it has not; then it is given what it lacks, and asked once more.
+runs with it; the next request brings it back, under another name: a name stands for one load. Where requests run with
+all of them, the one that has been there longest gets no more, so that it can go. No engine is paused. One that was
+started again refuses a name that it has not; then it is given what it lacks, and asked once more.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from rltool.engines.adapters import NamedAdapters, lacks_adapter
-from rltool.engines.client import EngineClient
+from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import Completion, EngineInfo, GenerateRequest, SamplingParams, TokenScores
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, UsageError
+from rltool.processes.tasks import Background
 from rltool.rollout.serving.data_plane import DataPlane
 from rltool.rollout.serving.monitor import FleetMonitor
 from rltool.rollout.serving.scores import Scores
@@ -144,8 +146,12 @@ def _count(value: object, what: str, *, least: int = 0, most: int | None = None)
 
 @dataclass
 class _Held:
+    """load: counts up; leaves: it gets no more requests, for another is to have its place."""
+
     name: str
+    load: int
     users: int = 0
+    leaves: bool = False
 
 
 class LoadedAdapters:
@@ -157,6 +163,8 @@ class LoadedAdapters:
         self._named, self._deadline = NamedAdapters(engines.client, deadline=deadline), deadline
         self._held: dict[Path, _Held] = {}
         """The least lately used first."""
+        self._line: dict[Path, int] = {}
+        """Those that have no place, the first first: how many requests wait for each."""
         self._loads = 0
         self._changed = asyncio.Condition()
 
@@ -200,19 +208,40 @@ class LoadedAdapters:
 
     async def _place(self, directory: Path) -> _Held:
         async with self._changed:
-            while directory not in self._held:
-                if len(self._held) >= self._slots:
-                    idle = next((path for path, held in self._held.items() if not held.users), None)
-                    if idle is None:
-                        await self._changed.wait()
-                    else:
-                        await self._named.unload(self._held.pop(idle).name)
-                    continue
-                self._loads += 1
-                self._held[directory] = _Held(f"{self._prefix}-{self._loads}")
+            if not self._has_place(directory):
+                self._line[directory] = self._line.get(directory, 0) + 1
+                try:
+                    while not self._has_place(directory):
+                        if next(iter(self._line)) != directory or not await self._make_place(directory):
+                            await self._changed.wait()
+                finally:
+                    self._line[directory] -= 1
+                    if not self._line[directory]:
+                        del self._line[directory]
+                    self._changed.notify_all()
             held = self._held[directory] = self._held.pop(directory)
             held.users += 1
             return held
+
+    def _has_place(self, directory: Path) -> bool:
+        held = self._held.get(directory)
+        return held is not None and not held.leaves
+
+    async def _make_place(self, directory: Path) -> bool:
+        """For the first in line. Whether it has it now."""
+        if directory in self._held:
+            self._held[directory].leaves = False
+            return True
+        if len(self._held) >= self._slots:
+            idle = next((path for path, held in self._held.items() if not held.users), None)
+            if idle is None:
+                if not any(held.leaves for held in self._held.values()):
+                    min(self._held.values(), key=lambda held: held.load).leaves = True
+                return False
+            await self._named.unload(self._held.pop(idle).name)
+        self._loads += 1
+        self._held[directory] = _Held(f"{self._prefix}-{self._loads}", self._loads)
+        return True
 
 
 class Held(Protocol):
@@ -234,8 +263,8 @@ class Samplers:
     def __init__(self, engines: EngineSet, plane: DataPlane, held: Held, *, deadline: float) -> None:
         self._plane, self._held = plane, held
         infos = [member.info for member in engines.fleet.members()]
-        at_once = REQUESTS_PER_ENGINE * len(infos)
-        self._scores = Scores("policy", engines, at_once=at_once, deadline=deadline)
+        self.at_once = REQUESTS_PER_ENGINE * len(infos)
+        self._scores = Scores("policy", engines, at_once=self.at_once, deadline=deadline)
         self.max_model_len = min((info.max_model_len for info in infos if info.max_model_len), default=2**31)
 
     @property
@@ -295,10 +324,37 @@ class Samplers:
         return await ask()
 
 
+@dataclass(frozen=True)
+class Absent:
+    """Engines that did not answer when the server was started again, and join when they do. problem: why one cannot,
+    None: it can; EngineError where it is to be asked again."""
+
+    endpoints: tuple[EngineEndpoint, ...]
+    problem: Callable[[EngineEndpoint, EngineInfo], Awaitable[str | None]]
+
+    async def join(self, endpoint: EngineEndpoint, engines: EngineSet, monitor: FleetMonitor) -> None:
+        """Ends when it has joined, or can never."""
+        while True:
+            await asyncio.sleep(engines.fleet.policy.probe_seconds)
+            try:
+                info = await engines.client.probe(endpoint, timeout=HEALTH_SECONDS)
+                problem = await self.problem(endpoint, info)
+            except (EngineRejected, UsageError) as error:
+                info, problem = None, str(error)
+            except EngineError:
+                continue
+            if info is not None and problem is None:
+                engines.fleet.add_probed(endpoint, info, takes_weights=False)
+                await monitor.carry_out()
+            else:
+                engines.log(f"engine {endpoint.url} does not join: {problem}")
+            return
+
+
 @asynccontextmanager
 async def adapter_samplers(
-    endpoints: Mapping[EngineEndpoint, EngineInfo], client: EngineClient, *, deadline: float, load_deadline: float,
-    log: Callable[[str], None],
+    endpoints: Mapping[EngineEndpoint, EngineInfo], absent: Absent, client: EngineClient, *, deadline: float,
+    load_deadline: float, log: Callable[[str], None],
 ) -> AsyncIterator[Samplers]:  # fmt: skip
     """Over engines that hold the base model, and adapters beside it. deadline: seconds for a request at one engine;
     load_deadline: for an engine to load an adapter."""
@@ -312,9 +368,13 @@ async def adapter_samplers(
     prefix = f"serve-{uuid.uuid4().hex[:12]}"
     adapters = LoadedAdapters(engines, slots=slots, deadline=load_deadline, prefix=prefix)
     monitor.start()
+    joining = Background(lambda failure: log(str(failure)))
+    for endpoint in absent.endpoints:
+        joining.start(absent.join(endpoint, engines, monitor), f"waiting for {endpoint.url}")
     try:
         yield Samplers(engines, plane, adapters, deadline=deadline)
     finally:
+        await joining.close()
         await monitor.close()
         await adapters.close()
 

@@ -18,11 +18,12 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from rltool.algorithms.named_losses import check_loss
 from rltool.engines.run_client import ServedStatus
 from rltool.errors import UsageError
 from rltool.processes.keys import read_key
 from rltool.tinker import checkpoints
-from rltool.tinker.calls import checkpoint_name
+from rltool.tinker.calls import SAMPLERS, STATES, checkpoint_name
 from rltool.tinker.journal import Call
 from rltool.tinker.samples import SAMPLE, Samples
 from rltool.tinker.service import Refused, Service
@@ -141,16 +142,18 @@ class TinkerServer:
 
     def _add_checkpoint_routes(self, app: web.Application) -> None:
         service, runs = self._service, PREFIX + "training_runs"
-        one, add = runs + "/{model}/checkpoints/weights/{name}", partial(self._add, app)
+        one, add = f"{runs}/{{model}}/checkpoints/{{kind:{STATES}|{SAMPLERS}}}/{{name}}", partial(self._add, app)
+
+        def named(request: web.Request) -> tuple[str, str, str]:
+            found = request.match_info
+            return found["model"], found["kind"], checkpoint_name(found["name"])
 
         async def delete(client: str, body: Body, request: web.Request) -> Body:
-            model, name = request.match_info["model"], checkpoint_name(request.match_info["name"])
-            await service.delete_checkpoint(client, model, name)
+            await service.delete_checkpoint(client, *named(request))
             return {}
 
         async def set_ttl(client: str, body: Body, request: web.Request) -> Body:
-            model, name = request.match_info["model"], checkpoint_name(request.match_info["name"])
-            await service.set_ttl(client, model, name, body.get("ttl_seconds"))
+            await service.set_ttl(client, *named(request), body.get("ttl_seconds"))
             return {}
 
         add("GET", runs, lambda client, _, asked: checkpoints.training_runs(service, client, asked.query))
@@ -177,7 +180,7 @@ class TinkerServer:
         }  # fmt: skip
 
     async def _heartbeat(self, client: str, body: Body) -> Body:
-        self._service.demand_session(client, body.get("session_id"))
+        self._service.heartbeat(client, body.get("session_id"))
         return {"type": "session_heartbeat"}
 
     async def _capabilities(self, client: str, body: Body) -> Body:
@@ -198,6 +201,8 @@ class TinkerServer:
                 raise UsageError(f"forward_backward is {request.content_type}, expected application/x-protobuf")
             proto = await request.read()
             asked = decode_forward(proto)
+            for inputs in {tuple(datum.inputs) for datum in asked.data}:
+                check_loss(asked.loss, inputs, asked.settings)
             tokens = sum(len(datum.tokens) for datum in asked.data)
             kept = {"proto": base64.b64encode(proto).decode(), "tokens": tokens}
             return _promise(await self._service.on_model(client, "forward_backward", asked.model, asked.seq, kept))

@@ -1,8 +1,9 @@
 """Calls of several clients on one trainer: accepted, ordered, carried out, and the same again after a kill.
 
-Each model's calls run in the order in which they were accepted; between clients they take turns. Since each model
-computes as if it were alone, its state follows from its own calls: after a restart it is that of the last snapshot and
-of the calls after it, carried out again. What a restart does not need goes with a snapshot (`Service._compact`).
+Each model's calls run in the order in which they were accepted; between clients they take turns. After a restart the
+state is that of the last snapshot and of the calls after it, carried out again in the order in which they were before:
+a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
+snapshot (`Service._compact`). A model whose client is silent (`Limits.session_timeout`) makes room for others.
 """
 
 from __future__ import annotations
@@ -24,17 +25,19 @@ from typing import Any, TypeVar
 from rltool.engines.run_client import CallCounts
 from rltool.errors import RltoolError, RunFault, UsageError
 from rltool.processes.files import write_json_atomic
-from rltool.processes.tasks import Background
+from rltool.processes.tasks import Background, beside
 from rltool.tinker.calls import (
+    SAMPLERS,
     SHARED,
+    STATES,
     adam_params,
     adapter_spec,
     checkpoint_name,
     checkpoint_path,
+    is_unnamed,
     parse_path,
     parse_sampler_path,
     perform,
-    sampler_path,
     trains_all,
     unnamed_sampler,
 )
@@ -46,6 +49,9 @@ _OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint
 
 _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 """Calls after which the ranks' weights may be others."""
+
+_NO_WORD = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
+"""Calls that are no sign of a session's client: the server's own, or those of any process with the client's key."""
 
 T = TypeVar("T")
 
@@ -60,6 +66,9 @@ NO_SEQ = 2**63
 KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""
 KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
+
+LISTEN_SECONDS, STALL_SECONDS = 1.0, 15.0
+"""How often it is looked whether this process stood still, and from when on it did: then it heard nobody."""
 
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
@@ -76,7 +85,9 @@ class Refused(Exception):
 @dataclass(frozen=True)
 class Limits:
     """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
-    kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank."""
+    kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank.
+    session_timeout: seconds without a word of a session, after which its models are unloaded where others need their
+    place."""
 
     in_flight: int = 256
     samples: int = 4096
@@ -84,35 +95,44 @@ class Limits:
     checkpoints: int = 100
     body_bytes: int = 64 * 2**20
     rank: int | None = None
+    session_timeout: float = 600.0
+
+
+@dataclass
+class _Shelf:
+    """Checkpoints of one kind. names: with the deleted ones. ttl: seconds that a save asked for, of weights without a
+    name too; expires: set later, seconds of the clock, None for never."""
+
+    names: set[str] = field(default_factory=set)
+    deleted: set[str] = field(default_factory=set)
+    ttl: dict[str, float] = field(default_factory=dict)
+    expires: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass
 class _Model:
-    """lora: the client's lora_config. names: of its checkpoints, the deleted ones too; samplers: of its weights for
-    sampling. inflight: calls that published weights for all of its sampling clients of this kind, and the names of
-    these. ttl, sampler_ttl: seconds that a save asked for; expired: samplers whose time is over. expires: set later,
-    seconds of the clock, None for never. refused: by the trainer, when it was to be made; it is neither listed nor
-    counted. unloaded: its trainer has forgotten it, and its checkpoints stay."""
+    """lora: the client's lora_config. shelves: by kind, STATES and SAMPLERS. inflight: calls that published weights for
+    all of its sampling clients of this kind, and the names of these. refused: by the trainer, when it was to be made;
+    it is neither listed nor counted. unloaded: its trainer has forgotten it, and its checkpoints stay; gave_way: it was
+    silent, and its place was needed. last: the number of its last call."""
 
     client: str
     lora: dict[str, Any] | None
-    names: set[str]
-    samplers: set[str] = field(default_factory=set)
+    shelves: dict[str, _Shelf] = field(default_factory=lambda: {STATES: _Shelf(), SAMPLERS: _Shelf()})
     inflight: list[tuple[int, str]] = field(default_factory=list)
-    deleted: set[str] = field(default_factory=set)
-    ttl: dict[str, float] = field(default_factory=dict)
-    sampler_ttl: dict[str, float] = field(default_factory=dict)
-    expired: set[str] = field(default_factory=set)
-    expires: dict[str, float | None] = field(default_factory=dict)
     refused: bool = False
     unloaded: bool = False
+    gave_way: bool = False
+    last: int = -1
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint. time, expires: seconds of the clock, expires None for never; size: in bytes."""
+    """A checkpoint. kind: STATES or SAMPLERS; time, expires: seconds of the clock, expires None for never; size: in
+    bytes."""
 
     model: str
+    kind: str
     name: str
     time: float
     size: int
@@ -148,6 +168,8 @@ class Service:
         self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
         """By client, who comes next first."""
+        self._again: deque[Call] = deque()
+        """Done before this start, and not in the snapshot."""
         self._done: dict[str, int] = {}
         """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
@@ -157,6 +179,10 @@ class Service:
         self._deletions: list[Call] = []
         """Whose files may be there yet."""
         self._last_calls: dict[str, float] = {}
+        self._heard: dict[str, float] = {}
+        """Session -> when its client was heard last."""
+        self._listening = time.monotonic()
+        """Since when all clients could be heard without a break."""
         self._started = time.time()
         self.counts: dict[str, CallCounts] = {}
         """By kind, of the calls that this process has carried out."""
@@ -186,6 +212,13 @@ class Service:
         for model, held in list(self._models.items()):
             if model.startswith(f"{session}:") and not held.refused and not held.unloaded:
                 await self.unload_model(client, {"model_id": model})
+
+    def heartbeat(self, client: str, session: object) -> None:
+        """410 where it is finished: then the client's heart stops."""
+        found = self.demand_session(client, session)
+        if found in self._finished:
+            raise Refused(410, f"session {found} is finished")
+        self._heard[found] = time.monotonic()
 
     def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
         """Its models and its sampling sessions."""
@@ -227,8 +260,7 @@ class Service:
                 f"lora_config.rank is 0; this server takes adapters up to rank {most}, and one that is started with "
                 "--lora-rank 0 trains all weights"
             )
-        kept = {"lora_config": body.get("lora_config")}
-        return await self._accept(client, "create_model", model, f"create:{model}", kept)
+        return await self._make(client, "create_model", model, {"lora_config": body.get("lora_config")})
 
     async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
         name = self.demand_model(client, model)
@@ -283,9 +315,7 @@ class Service:
         kept: dict[str, Any] = {"model": "", "name": None}
         if body.get("model_path"):
             model, saved = parse_sampler_path(str(body["model_path"]))
-            self.demand_model(client, model)
-            if not self._sampler_directory(model, saved).exists():
-                raise Refused(404, f"there are no weights {body['model_path']!r}, or their save has not ended")
+            self.demand_checkpoint(client, model, SAMPLERS, saved)
             kept = {"model": model, "name": saved}
         await self._accept(client, "sampling_session", name, name, kept)
         return name
@@ -295,12 +325,14 @@ class Service:
         found = self._samplers.get(session) if isinstance(session, str) else None
         if found is None or found.client != client:
             raise Refused(404, f"there is no sampling session {session!r}")
+        self._heard[str(session).partition(":")[0]] = time.monotonic()
         return found
 
     def path_of(self, sampler: Sampler) -> str | None:
         """tinker:// path of weights that have a name; None: the base model, or weights of one sampling client."""
-        named = sampler.name is not None and not sampler.name.startswith(".")
-        return sampler_path(sampler.model, sampler.name or "") if named else None
+        if sampler.name is None or is_unnamed(sampler.name):
+            return None
+        return checkpoint_path(sampler.model, SAMPLERS, sampler.name)
 
     def weights_of(self, sampler: Sampler) -> Path | None:
         """Where the adapter, or all weights, are that a request is sampled with now; None: the base model's."""
@@ -313,13 +345,10 @@ class Service:
             inflight = self._models[sampler.model].inflight
             saved = [each for number, each in inflight if number in results or number <= done]
             name = saved[-1] if saved else ""
-        directory = self._sampler_directory(sampler.model, name)
-        if not name or not directory.exists():
+        directory = self._place(sampler.model, SAMPLERS, name)
+        if not name or name in self._models[sampler.model].shelves[SAMPLERS].deleted or not directory.exists():
             raise Refused(404, KEPT_NO_MORE)
         return directory
-
-    def _sampler_directory(self, model: str, name: str) -> Path:
-        return self._directory / "samplers" / model / name
 
     def newest_weights(self) -> Path | None:
         """Those for sampling that were saved last; None: there are none."""
@@ -347,16 +376,47 @@ class Service:
             raise UsageError(f"base_model is {body['base_model']!r}; this server trains {self.base_model!r}")
         model = self._new_name(client, body)
         kept["lora_config"] = self._models[of_model].lora
-        return await self._accept(client, "load_weights", model, f"create:{model}", kept)
+        return await self._make(client, "load_weights", model, kept)
+
+    async def _make(self, client: str, kind: str, model: str, body: dict[str, Any]) -> Call:
+        """Models that are in its way, and whose clients are silent, are unloaded in the turn before it."""
+        key = f"create:{model}"
+        if (client, key) not in self._by_key:
+            for name in self._in_the_way(client):
+                owner = self._models[name].client
+                await self._accept(owner, "unload_model", name, f"unload:{name}", {"turn_of": client})
+        return await self._accept(client, kind, model, key, body)
+
+    def _in_the_way(self, client: str) -> list[str]:
+        """Silent models, those that were heard of last last: of all clients where one model alone can be, else as many
+        as this client has too many."""
+        full = self.limits.rank == 0
+        held = [
+            name for name, each in self._models.items()
+            if not each.refused and not each.unloaded and (full or each.client == client)
+        ]  # fmt: skip
+        silent = sorted(filter(self._is_silent, held), key=self._heard_of)
+        needed = len(silent) if full else len(held) + 1 - self.limits.models
+        return silent[:needed] if 0 < needed <= len(silent) else []
+
+    def _heard_of(self, name: str) -> float:
+        return max(self._heard.get(name.partition(":")[0], 0.0), self._listening)
+
+    def _is_silent(self, name: str) -> bool:
+        """No word of its session for so long, and no call that is not done."""
+        is_done = self._models[name].last <= self._done.get(name, -1)
+        return is_done and time.monotonic() - self._heard_of(name) > self.limits.session_timeout
 
     async def _load_shared(self, client: str, name: str, body: dict[str, Any]) -> Call:
         """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
         model, seq = self.demand_model(client, body.get("model_id")), _integer(body.get("seq_id"), "seq_id")
         copy = hashlib.sha256(f"{model}:{seq}".encode()).hexdigest()[:16]
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": False, "copy": copy}
+        if (client, f"{model}:{seq}") in self._by_key:  # a repetition: its copy may have gone with a snapshot
+            return await self.on_model(client, "load_weights", model, seq, kept)
         self._copying.add(copy)
         try:
-            await asyncio.to_thread(self._copy_shared, name, self._checkpoint_directory(SHARED, copy))
+            await asyncio.to_thread(self._copy_shared, name, self._place(SHARED, STATES, copy))
             return await self.on_model(client, "load_weights", model, seq, kept)
         finally:
             self._copying.discard(copy)
@@ -367,7 +427,7 @@ class Service:
             return
         if source is None or not source.is_dir():
             where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
-            raise Refused(404, f"there is no checkpoint {checkpoint_path(SHARED, name)!r}: {where}")
+            raise Refused(404, f"there is no checkpoint {checkpoint_path(SHARED, STATES, name)!r}: {where}")
         partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
         partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -397,73 +457,78 @@ class Service:
         """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
         return self._last_calls.get(model, self._started)
 
-    def demand_checkpoint(self, client: str, model: str, name: str) -> Path:
-        """404 for one that is deleted, not saved yet, or another client's."""
-        held = self._models[self.demand_model(client, model)]
-        directory = self._checkpoint_directory(model, name)
-        if name not in held.names or name in held.deleted or not directory.exists():
-            raise Refused(404, f"there is no checkpoint {checkpoint_path(model, name)!r}, or its save has not ended")
+    def demand_checkpoint(self, client: str, model: str, kind: str, name: str) -> Path:
+        """kind: STATES or SAMPLERS. 404 for one that is deleted, not saved yet, or another client's."""
+        shelf, directory = self._models[self.demand_model(client, model)].shelves[kind], self._place(model, kind, name)
+        if name not in shelf.names or name in shelf.deleted or not directory.exists():
+            path = checkpoint_path(model, kind, name)
+            if kind == SAMPLERS:
+                raise Refused(404, f"there are no weights {path!r}, or their save has not ended")
+            raise Refused(404, f"there is no checkpoint {path!r}, or its save has not ended")
         return directory
 
     def saved(self, model: str) -> list[Saved]:
-        """A model's checkpoints, oldest first."""
+        """A model's checkpoints and its named weights for sampling, oldest first."""
         found: list[Saved] = []
-        held = self._models[model]
-        for name in held.names - held.deleted:
-            directory = self._checkpoint_directory(model, name)
-            if directory.exists():
-                made = directory.stat().st_mtime
-                size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
-                ttl = held.ttl.get(name)
-                expires = held.expires.get(name, None if ttl is None else made + ttl)
-                found.append(Saved(model, name, made, size, expires))
-        return sorted(found, key=lambda each: (each.time, each.name))
+        for kind, shelf in self._models[model].shelves.items():
+            for name in shelf.names - shelf.deleted:
+                directory = self._place(model, kind, name)
+                if directory.exists():
+                    made = directory.stat().st_mtime
+                    size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
+                    ttl = shelf.ttl.get(name)
+                    expires = shelf.expires.get(name, None if ttl is None else made + ttl)
+                    found.append(Saved(model, kind, name, made, size, expires))
+        return sorted(found, key=lambda each: (each.time, each.kind, each.name))
 
-    async def delete_checkpoint(self, client: str, model: str, name: str) -> None:
-        """Not listed and not loaded from here on. Its files go with a snapshot after which no call needs them. A
-        repetition changes nothing; the name is not given again."""
-        if name not in self._models[self.demand_model(client, model)].deleted:
-            self.demand_checkpoint(client, model, name)
-            await self._delete(client, model, name)
+    async def delete_checkpoint(self, client: str, model: str, kind: str, name: str) -> None:
+        """Not listed and not loaded from here on. Files of a state go with a snapshot after which no call needs them,
+        weights for sampling at once. A repetition changes nothing; the name is not given again."""
+        if name not in self._models[self.demand_model(client, model)].shelves[kind].deleted:
+            self.demand_checkpoint(client, model, kind, name)
+            await self._delete(client, model, kind, name)
 
-    async def set_ttl(self, client: str, model: str, name: str, seconds: object) -> None:
+    async def set_ttl(self, client: str, model: str, kind: str, name: str, seconds: object) -> None:
         """From now on; None: the checkpoint stays."""
         expires = None if seconds is None else time.time() + _ttl(seconds)
         await self.expire()
-        self.demand_checkpoint(client, model, name)
-        body = {"name": name, "expires": expires}
+        self.demand_checkpoint(client, model, kind, name)
+        body = _of_kind(kind, {"name": name, "expires": expires})
         await self._accept(client, "checkpoint_ttl", model, f"ttl:{secrets.token_hex(8)}", body)
 
     async def expire(self) -> None:
-        """Deletes the checkpoints whose time is over. A call of the journal like any other, so that what was loaded
-        before is loaded again after a kill. Weights for sampling go with their files: what a restart saves again goes
-        again."""
+        """Deletes what is over its time. A call of the journal like any other, so that what was loaded before is loaded
+        again after a kill; weights without a name just go."""
         for model, held in list(self._models.items()):
-            for name, seconds in held.sampler_ttl.items():
-                directory = self._sampler_directory(model, name)
-                if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
-                    held.expired.add(name)
-                    shutil.rmtree(directory)
-            if held.ttl or held.expires:
+            for name, seconds in held.shelves[SAMPLERS].ttl.items():
+                if is_unnamed(name):
+                    directory = self._place(model, SAMPLERS, name)
+                    if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
+                        shutil.rmtree(directory, ignore_errors=True)
+            if any(shelf.ttl or shelf.expires for shelf in held.shelves.values()):
                 for each in self.saved(model):
                     if each.expires is not None and each.expires <= time.time():
-                        await self._delete(held.client, model, each.name)
+                        await self._delete(held.client, model, each.kind, each.name)
 
-    async def _delete(self, client: str, model: str, name: str) -> None:
-        await self._accept(client, "delete_checkpoint", model, f"delete:{model}:{name}", {"name": name})
+    async def _delete(self, client: str, model: str, kind: str, name: str) -> None:
+        key = f"delete:{model}:{name}" if kind == STATES else f"delete:{model}:{kind}/{name}"
+        await self._accept(client, "delete_checkpoint", model, key, _of_kind(kind, {"name": name}))
+        if kind == SAMPLERS:
+            shutil.rmtree(self._place(model, kind, name), ignore_errors=True)
 
-    def _checkpoint_directory(self, model: str, name: str) -> Path:
-        return self._directory / "checkpoints" / model / name
+    def _place(self, model: str, kind: str, name: str) -> Path:
+        return self._directory / ("checkpoints" if kind == STATES else "samplers") / model / name
 
     def _remove_deleted(self) -> None:
         """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
         for deletion in tuple(self._deletions):
             before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
             after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
-            if not any(_uses(call, deletion.model, deletion.body["name"]) for call in after_snapshot):
-                directory = self._checkpoint_directory(deletion.model, deletion.body["name"])
+            kind, name = _kind(deletion), deletion.body["name"]
+            if not any(_uses(call, deletion.model, kind, name) for call in after_snapshot):
+                directory = self._place(deletion.model, kind, name)
                 if directory.exists():
-                    shutil.rmtree(directory)
+                    shutil.rmtree(directory, ignore_errors=kind == SAMPLERS)
                 self._deletions.remove(deletion)
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
@@ -479,8 +544,10 @@ class Service:
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already."""
         # The client counts its sampling sessions anew in every repetition, and takes the one that it is given.
-        content = {key: value for key, value in body.items() if key != "sampling_session"}
+        content = {key: value for key, value in body.items() if key not in ("sampling_session", "turn_of")}
         digest = hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
+        if kind not in _NO_WORD:
+            self._heard[model.partition(":")[0]] = time.monotonic()
         async with self._accepting:
             known = self._by_key.get((client, key))
             if known is not None:
@@ -503,22 +570,26 @@ class Service:
         if kind in _OF_THE_BOOKS or kind == "unload_model":
             return
         if (held := self._models.get(model)) is not None and held.unloaded:
-            raise UsageError(f"model {model!r} is unloaded; make another, of one of its checkpoints where it has any")
+            silent = f": its session was silent for {self.limits.session_timeout:g} s, and its place was needed"
+            raise UsageError(
+                f"model {model!r} is unloaded{silent if held.gave_way else ''}; make another, of one of its "
+                "checkpoints where it has any"
+            )
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
-            self.demand_checkpoint(client, *parse_path(body["path"]))
+            of_model, name = parse_path(body["path"])
+            self.demand_checkpoint(client, of_model, STATES, name)
         own = [self._models[name] for name in self.models_of(client)]
         trained = sum(not each.unloaded for each in own)
         if model not in self._models and trained >= self.limits.models:
             raise UsageError(f"there are {trained} models, the most that a client may have")
         if kind in ("save_weights", "save_weights_for_sampler") and not body.get("sampling_session"):
-            name, is_state = body["name"], kind == "save_weights"
-            if name in (self._models[model].names if is_state else self._models[model].samplers):
-                path = checkpoint_path(model, name) if is_state else sampler_path(model, name)
-                raise UsageError(f"{path} is there already; a name is given once")
-            kept = (len(each.names - each.deleted) + len(each.samplers - each.expired) for each in own)
+            name, kind = body["name"], STATES if kind == "save_weights" else SAMPLERS
+            if name in self._models[model].shelves[kind].names:
+                raise UsageError(f"{checkpoint_path(model, kind, name)} is there already; a name is given once")
+            kept = (len(shelf.names - shelf.deleted) for each in own for shelf in each.shelves.values())
             if sum(kept) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
@@ -535,34 +606,31 @@ class Service:
             self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
             return
         if call.kind == "delete_checkpoint":
-            self._models[call.model].deleted.add(call.body["name"])
+            self._models[call.model].shelves[_kind(call)].deleted.add(call.body["name"])
             self._deletions.append(call)
             return
         if call.kind == "checkpoint_ttl":
-            self._models[call.model].expires[call.body["name"]] = call.body["expires"]
+            self._models[call.model].shelves[_kind(call)].expires[call.body["name"]] = call.body["expires"]
             return
         if call.kind in ("create_model", "load_weights") and call.model not in self._models:
             refused = "error" in self._journal.results.get(call.number, {})
-            self._models[call.model] = _Model(call.client, call.body["lora_config"], set(), refused=refused)
-        if call.kind == "save_weights":
-            self._models[call.model].names.add(call.body["name"])
-            if "ttl_seconds" in call.body:
-                self._models[call.model].ttl[call.body["name"]] = call.body["ttl_seconds"]
-        if call.kind == "save_weights_for_sampler":
-            self._enter_sampler(call)
+            self._models[call.model] = _Model(call.client, call.body["lora_config"], refused=refused)
+        model = self._models[call.model]
+        model.last = call.number
+        if call.kind in ("save_weights", "save_weights_for_sampler"):
+            self._enter_save(call)
         if call.kind == "unload_model":
-            self._models[call.model].unloaded = True
-        if call.number > self._done.get(call.model, -1):
-            self._waiting.setdefault(call.client, deque()).append(call)
+            model.unloaded, model.gave_way = True, "turn_of" in call.body
+        if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
+            self._waiting.setdefault(call.body.get("turn_of", call.client), deque()).append(call)
 
-    def _enter_sampler(self, call: Call) -> None:
+    def _enter_save(self, call: Call) -> None:
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
+        shelf = model.shelves[STATES if call.kind == "save_weights" else SAMPLERS]
         if "ttl_seconds" in call.body:
-            model.sampler_ttl[name] = call.body["ttl_seconds"]
-            if call.number <= self._done.get(call.model, -1) and not self._sampler_directory(call.model, name).exists():
-                model.expired.add(name)
+            shelf.ttl[name] = call.body["ttl_seconds"]
         if session is None:
-            model.samplers.add(name)
+            shelf.names.add(name)
         elif call.body["inflight"]:
             model.inflight.append((call.number, name))
             self._samplers[session] = Sampler(call.client, call.model)
@@ -578,6 +646,7 @@ class Service:
             raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
         if number <= self._done.get(call.model, -1) and number not in results:
             raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
+        self._heard[call.model.partition(":")[0]] = time.monotonic()
         try:
             async with asyncio.timeout(seconds), self._news:
                 await self._news.wait_for(lambda: number in results)
@@ -591,20 +660,29 @@ class Service:
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
+        async with beside(self._listen()):
+            await self._run()
+
+    async def _listen(self) -> None:
+        before = self._listening = time.monotonic()
+        while True:
+            await asyncio.sleep(LISTEN_SECONDS)
+            now = time.monotonic()
+            if now - before > STALL_SECONDS:
+                self._listening = now
+            before = now
+
+    async def _run(self) -> None:
         job_is_next = True
         while True:
             async with self._news:
-                await self._news.wait_for(lambda: bool(self._waiting or self._jobs))
-            if self._jobs and (job_is_next or not self._waiting):
+                await self._news.wait_for(lambda: bool(self._again or self._waiting or self._jobs))
+            if self._jobs and (job_is_next or not (self._again or self._waiting)):
                 job_is_next = False
                 await self._do(*self._jobs.popleft())
                 continue
             job_is_next = True
-            client = next(iter(self._waiting))
-            queue = self._waiting.pop(client)
-            call = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # behind the others
+            call = self._again.popleft() if self._again else self._next_call()
             work = asyncio.to_thread(self._carry_out, call)
             carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
@@ -614,6 +692,14 @@ class Service:
                 raise
             async with self._news:
                 self._news.notify_all()
+
+    def _next_call(self) -> Call:
+        client = next(iter(self._waiting))
+        queue = self._waiting.pop(client)
+        call = queue.popleft()
+        if queue:
+            self._waiting[client] = queue  # behind the others
+        return call
 
     async def exclusively(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """What `work` returns or raises, done while `run` carries out no call. A fault of the ranks ends `run`."""
@@ -696,6 +782,7 @@ class Service:
         self._remove_deleted()
         self._remove_copies()
         self._compact()
+        self.history.compact()
 
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
@@ -736,8 +823,8 @@ class Service:
         """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
         the newest to this."""
         if call.kind == "checkpoint_ttl":
-            model, name = self._models[call.model], call.body["name"]
-            return name not in model.deleted and model.expires.get(name) == call.body["expires"]
+            shelf, name = self._models[call.model].shelves[_kind(call)], call.body["name"]
+            return name not in shelf.deleted and shelf.expires.get(name) == call.body["expires"]
         if call.kind == "sampling_session" or call.body.get("sampling_session"):
             return samplers <= KEPT_SAMPLERS
         return call.kind not in _OF_THE_TRAINER or _makes_a_model(call)
@@ -759,8 +846,12 @@ class Service:
             held = json.loads(pointer.read_text(encoding="utf-8"))
             self._trainer.restore(self._directory / "snapshots" / held["name"])
             self._done = held["done"]
-        for call in self._journal.calls.values():
+        calls = self._journal.calls
+        for call in calls.values():
             self._enter(call)
+        # Results stand in the order in which the calls were carried out.
+        done_before = (calls[number] for number in self._journal.results)
+        self._again.extend(call for call in done_before if call.number > self._done.get(call.model, -1))
         self._remove_deleted()
         rank = self.limits.rank
         for name, model in self._models.items():
@@ -802,11 +893,22 @@ def _makes_a_model(call: Call) -> bool:
     return call.kind == "create_model" or (call.kind == "load_weights" and call.body["create"])
 
 
-def _uses(call: Call, model: str, name: str) -> bool:
+def _uses(call: Call, model: str, kind: str, name: str) -> bool:
     """Whether a call writes or reads a checkpoint."""
     if call.kind == "load_weights":
-        return call.body["path"] == checkpoint_path(model, name)
-    return call.kind == "save_weights" and call.model == model and call.body["name"] == name
+        return call.body["path"] == checkpoint_path(model, kind, name)
+    saves = "save_weights" if kind == STATES else "save_weights_for_sampler"
+    return call.kind == saves and call.model == model and call.body["name"] == name
+
+
+def _of_kind(kind: str, body: dict[str, Any]) -> dict[str, Any]:
+    """As journals have it."""
+    return body if kind == STATES else body | {"kind": kind}
+
+
+def _kind(call: Call) -> str:
+    """Of the checkpoint that a deletion or a time to live is of."""
+    return call.body.get("kind", STATES)
 
 
 def _integer(value: object, what: str) -> int:

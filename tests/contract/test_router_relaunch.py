@@ -27,8 +27,7 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.spawn import ProcessFailed
 from rltool.processes.state import ProcessState, is_alive, read_state
 from rltool.processes.stop_run import stop_run
-from rltool.processes.supervise import ProcessGroup
-from rltool.processes.watching import Watching
+from rltool.processes.supervise import ProcessGroup, Watching
 from rltool.router import planned
 from rltool.router.launch import running_router
 from rltool.router.planned import RouterRelaunch, start_planned_routers

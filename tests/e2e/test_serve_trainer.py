@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,10 +45,17 @@ class Served:
     url: str
     keys: Path
 
-    def kill(self, role: str) -> None:
+    def kill(self, role: str, number: int = signal.SIGKILL) -> None:
         state = read_state(self.run, role)
         assert state is not None
-        os.kill(state.pid, signal.SIGKILL)
+        os.kill(state.pid, number)
+
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """In the log of the server."""
+        ends = time.monotonic() + 240
+        while self.log().count(text) < times:
+            assert time.monotonic() < ends, (text, self.log()[-4000:])
+            time.sleep(0.5)
 
     def client(self, who: str, script: str, *more: str) -> subprocess.Popen[str]:
         key = (self.keys / who).read_text().strip()
@@ -91,7 +99,9 @@ def calls_what_the_docs_say(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @contextmanager
-def serving(root: Path, model: Path, rank: int, *of_engines: str) -> Iterator[Served]:
+def serving(
+    root: Path, model: Path, rank: int, *of_engines: str, of_trainer: Sequence[str] = ()
+) -> Iterator[Served]:  # fmt: skip
     keys = root / "keys"
     keys.mkdir()
     for who in ("alice", "bob"):
@@ -113,6 +123,7 @@ def serving(root: Path, model: Path, rank: int, *of_engines: str) -> Iterator[Se
             "--port", str(port), "--checkpoints", str(root / "shared"),
             "--lora-rank", str(rank), "--served-name", "tiny", "--set", "model.dtype=float32",
             "--set", "trainer.torch_threads=1", "--set", "trainer.max_tokens_per_micro_batch=256", "--detach",
+            *of_trainer,
         )  # fmt: skip
         yield Served(job, run, f"http://127.0.0.1:{port}", keys)
 
@@ -206,6 +217,41 @@ def test_an_engine_that_was_killed_gets_the_adapters_again_and_a_killed_server_g
     found = result_of(client)
     assert "failed" not in found, (found, served.log()[-3000:])
     assert found["rounds"] == served.result("alice", "long_rounds")["rounds"]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rank", [4, 0])
+def test_a_restarted_server_goes_on_with_the_engine_that_is_there_and_the_other_joins_later(
+    tmp_path, tiny_tied_dir, rank
+):
+    """Each client dies without a word, and the next one's model takes the place of its."""
+    clients_python()
+    adapters = ("--lora-rank", "4", "--lora-slots", "2") if rank else ()
+    few = ("--session-timeout", "25", *(("--max-models", "1") if rank else ()))
+    with serving(tmp_path, tiny_tied_dir, rank, "--num-engines", "2", *adapters, of_trainer=few) as served:
+
+        def check(first: bool = False) -> None:
+            found = served.result("alice", "when_there_is_room", str(rank), "120")
+            np.testing.assert_allclose(found["sampled"], found["trainer"], atol=EXACT)
+            text = "1 models, the most" if rank else "trains all weights"
+            assert bool(found["refused"]) != first and all(text in each for each in found["refused"])
+
+        check(first=True)
+        away = read_state(served.run, "engine-1")
+        assert away is not None
+        served.kill("engine-1", signal.SIGSTOP)
+        served.kill(ROLE)
+        served.wait_for("serving on", 2)
+        check()
+        assert f"engine {away.url}: " not in served.log().rpartition("serving on")[2]
+        served.kill("engine-1", signal.SIGCONT)
+        served.wait_for(f"engine {away.url}: - -> starting")
+        served.kill("engine-0", signal.SIGSTOP)
+        try:
+            check()  # by the other alone
+        finally:
+            served.kill("engine-0", signal.SIGCONT)
 
 
 @pytest.mark.long

@@ -10,7 +10,7 @@ import pytest
 
 from rltool.weights.verify.digests import sglang_cuda
 from tests.e2e.engines import sglang_python
-from tests.unit.weights.test_digests import OF_THE_KERNEL, random_vector
+from tests.unit.weights.verify.test_digests import OF_THE_KERNEL, random_vector
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 

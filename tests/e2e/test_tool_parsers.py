@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rltool.chat.parsers.registry import PARSERS
-from tests.unit.chat.tool_formats import WRITERS, some_calls
+from tests.unit.chat.parsers.tool_formats import WRITERS, some_calls
 
 pytestmark = pytest.mark.e2e
 

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
+from rltool.engines.plugin.patches import reset_hashed_blocks
 from rltool.engines.plugin.replay import record_plan
 from rltool.engines.transfer.wire import meta_of, plan_buckets
 from rltool.weights.send.stream import fill_buckets

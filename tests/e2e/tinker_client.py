@@ -366,6 +366,23 @@ def long_rounds(service):
     return {"rounds": [tokens for tokens, _ in rounds(service, 8)["rounds"]]}
 
 
+def when_there_is_room(service):
+    """A model of a rank, once it is not refused; what it is refused with; a sample of it."""
+    rank, seconds, refused = int(sys.argv[4]), float(sys.argv[5]), []
+    ends = time.monotonic() + seconds
+    while True:
+        try:
+            client = service.create_lora_training_client("tiny", rank=rank, seed=1).result()
+            break
+        except Exception as error:
+            refused.append(str(error))
+            if time.monotonic() > ends:
+                raise
+            time.sleep(1)
+    train(client, 1)
+    return both(client.save_weights_and_get_sampling_client(), client) | {"refused": refused}
+
+
 def chaos(service):
     """Steps of many kinds, drawn by a seed, until a file appears (tests/chaos/served.py): results, and samples of this
     version and of older ones beside the trainer's log-probabilities of them."""

@@ -7,17 +7,24 @@ import asyncio
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
 
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import Samplers
+from rltool.tinker.sampling import SampleRequest
 from rltool.tinker.server import TinkerServer, read_keys, serve
 from rltool.tinker.service import Limits, Service
+from rltool.tinker.wire import SampleOutput
 from tests.e2e.megatron_models import VOCAB
 from tests.e2e.served_ranks import served
 
 WATCH_KEY = "the-run"
 """Of `/status`."""
+
+
+class NoEngine:
+    max_model_len, at_once = 0, 1
+
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
+        raise AssertionError
 
 
 def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
@@ -26,7 +33,7 @@ def main(model: str, directory: str, keys: str, port: str, name: str) -> None:
 
         async def run() -> None:
             service = Service(Path(directory), trainer, name, limits=Limits(in_flight=32), snapshot_every=4)
-            samples = None if name == "tiny" else Samples(cast(Samplers, None), vocab_size=VOCAB, most=1)
+            samples = None if name == "tiny" else Samples(NoEngine(), vocab_size=VOCAB, most=1)
             server = TinkerServer(
                 service, read_keys(Path(keys)), samples=samples, poll_seconds=1, watched_by=("tests", WATCH_KEY)
             )

@@ -28,7 +28,7 @@ from rltool.engines.dialects.protocol import (
 from rltool.engines.dialects.routed_experts import from_npy
 from rltool.engines.dialects.sampling_mask import find_mask, logprobs_of
 from rltool.engines.dialects.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
-from rltool.engines.plugin import aborts, sglang_api
+from rltool.engines.plugin import routes, sglang_api
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -47,7 +47,7 @@ from rltool.engines.types import (
 from rltool.errors import EngineError, MissingLogprobs, PicturesDiffer, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
-ABORT_PATH = aborts.ABORT_PATH
+ABORT_PATH = routes.ABORT_PATH
 """Not /abort_requests, vLLM's route for reinforcement learning: given an empty list, that one aborts every client's
 requests."""
 REQUEST_ID_PREFIX = "generate-tokens-"

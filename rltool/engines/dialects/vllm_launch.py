@@ -17,8 +17,8 @@ from rltool.engines.dialects import classification
 from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
-from rltool.engines.plugin.cpu import BUSY_LOOP_VARIABLE, FORK_VARIABLE
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
+from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE
 from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE
 from rltool.engines.types import json_object
 

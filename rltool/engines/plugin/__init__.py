@@ -5,9 +5,8 @@ and must change nothing unless the backend "rltool" or the middleware is asked f
 environment sets it. Not here: what the driver does with a server.
 """
 
-from rltool.engines.plugin.cpu import fork_engine_processes, limit_busy_loop
 from rltool.engines.plugin.outputs import hold_outputs
-from rltool.engines.plugin.prefix_cache import reset_hashed_blocks
+from rltool.engines.plugin.patches import fork_engine_processes, limit_busy_loop, reset_hashed_blocks
 
 BACKEND = "rltool"
 

@@ -22,18 +22,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocketClose
 
 from rltool.engines.plugin import adapters, info, sglang_api
-from rltool.engines.plugin.aborts import ABORT_PATH, forget_aborted_parents
 from rltool.engines.plugin.adapters import DROP_PATH, PUBLISH_PATH, drop_adapter, publish_adapter
 from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.lease import LEASE_PATH, RUN_HEADER, LeaseTable, answer, refused
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
-from rltool.engines.plugin.update_route import (
+from rltool.engines.plugin.routes import (
+    ABORT_PATH,
     FINISH_PATH,
     PAUSE_PATH,
+    PREFETCH_PATH,
     UPDATE_PATH,
     finish_update,
+    forget_aborted_parents,
     keeps_requests,
     pause,
+    prefetch,
     update_weights,
 )
 from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers

@@ -49,8 +49,7 @@ from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import is_alive, read_states
 from rltool.processes.stop import GRACE_SECONDS, stop_processes
-from rltool.processes.supervise import ProcessGroup
-from rltool.processes.watching import Watching
+from rltool.processes.supervise import ProcessGroup, Watching
 from rltool.router.planned import start_planned_routers
 from rltool.training.cluster.engine_host import EngineHost, HostHandles
 from rltool.training.cluster.placement import PlacementPlan

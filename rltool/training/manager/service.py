@@ -47,10 +47,9 @@ from rltool.rollout.serving.versions import VersionBook
 from rltool.rollout.snapshot import SourceState, books, encoded, kept_samples, restore
 from rltool.training.manager.batch import Rollout, to_rollout
 from rltool.training.manager.colocation import Colocation, Members
-from rltool.training.manager.eval_sets import EvalSets
 from rltool.training.manager.evaluation_engines import EvaluationEngines
 from rltool.training.manager.generation import Generation
-from rltool.training.manager.inputs import load_inputs
+from rltool.training.manager.inputs import EvalSets, load_inputs
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines, Syncing
 from rltool.training.manager.work import Planes, PolicyModel, RolloutWork

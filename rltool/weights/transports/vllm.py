@@ -46,7 +46,7 @@ class VllmControl:
 
 
 class PluginUpdateControl(VllmControl, ABC):
-    """Of rltool's plugin, where one update info stands for all buckets: see rltool.engines.plugin.update_route."""
+    """Of rltool's plugin, where one update info stands for all buckets: see rltool.engines.plugin.routes."""
 
     @abstractmethod
     def announce(

@@ -30,8 +30,7 @@ from rltool.engines.plugin.guard import CONTROL_ROUTES, Decision, GuardPolicy
 from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
-from rltool.engines.plugin.prefetch_route import PREFETCH_PATH, prefetch
-from rltool.engines.plugin.update_route import FINISH_PATH, UPDATE_PATH
+from rltool.engines.plugin.routes import FINISH_PATH, PREFETCH_PATH, UPDATE_PATH, prefetch
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket, Routing, TensorMeta

@@ -2,6 +2,7 @@
 
 routes: every route that it can call, as `METHOD path`, {} for what varies. A path that is written in a way that this
 does not read is an error.
+losses: the names of its LossFnType.
 wire DIRECTORY: what it reads in the files there; its own request is written beside them.
 """
 
@@ -9,6 +10,7 @@ import ast
 import json
 import sys
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import tinker
@@ -47,6 +49,10 @@ def routes_in(file):
 def routes():
     files = [file for file in Path(tinker.__file__).parent.rglob("*.py") if not file.name.endswith("_test.py")]
     return sorted({route for file in files for route in routes_in(file)})
+
+
+def losses():
+    return list(get_args(types.LossFnType))
 
 
 def wire(directory):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 import re
 import shutil
@@ -23,21 +24,27 @@ import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
 
+import rltool.report.served as report_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
+from rltool.algorithms.named_losses import LOSSES
 from rltool.cli import main
 from rltool.commands.tables import served_line
 from rltool.config.serve_trainer import ServeTrainerConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.run_client import SERVED_ROLE
-from rltool.errors import UsageError
+from rltool.engines.types import EngineInfo
+from rltool.errors import EngineUnreachable, UsageError
 from rltool.processes.run_directory import open_run
 from rltool.processes.state import state_of_this_process, write_state
+from rltool.report.served import read_served
+from rltool.tinker.calls import SAMPLERS, STATES
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Journal, Lines
 from rltool.tinker.samples import Samples
-from rltool.tinker.sampling import SampleRequest, parse_sample
+from rltool.tinker.sampling import Absent, LoadedAdapters, SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
 from rltool.tinker.service import Limits, Refused, Service
 from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
@@ -67,7 +74,7 @@ def calls_what_the_docs_say(request: pytest.FixtureRequest, monkeypatch: pytest.
 class Endless:
     """Samples that no engine ends."""
 
-    max_model_len = 8
+    max_model_len, at_once = 8, 16
 
     async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
         await asyncio.Event().wait()
@@ -78,7 +85,7 @@ class Killed(BaseException):
     """Nothing of the process goes on after it."""
 
 
-def make(directory: Path, *, snapshot_every: int = 3, **limits: int) -> tuple[Service, PlainTrainer]:
+def make(directory: Path, *, snapshot_every: int = 3, **limits: Any) -> tuple[Service, PlainTrainer]:
     trainer = PlainTrainer()
     return Service(directory, trainer, "base", limits=Limits(**limits), snapshot_every=snapshot_every), trainer
 
@@ -117,7 +124,7 @@ async def life(service: Service, session: str, known: dict[int, Any]) -> list[An
         await fetch()
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
     await call(lambda: service.load_weights("a", body))
-    await service.delete_checkpoint("a", model, "s0")
+    await service.delete_checkpoint("a", model, STATES, "s0")
     for each in (2, 3, 4):
         await call(partial(forward, service, "a", model, seq + each))
     await fetch()
@@ -218,6 +225,181 @@ def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(t
     assert 40 < count < 899
 
 
+class OnlyOne(PlainTrainer):
+    """Trains all weights, of one model at a time, as ranks do."""
+
+    def create(self, name: str, adapter: Any, seed: int) -> None:
+        if self.models:
+            raise UsageError(f"model {next(iter(self.models))!r} trains all weights")
+        super().create(name, adapter, seed)
+
+
+def only_one(directory: Path, **limits: Any) -> tuple[Service, PlainTrainer]:
+    trainer = OnlyOne()
+    return Service(directory, trainer, "base", limits=Limits(rank=0, **limits), snapshot_every=100), trainer
+
+
+@contextmanager
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """[0]: seconds that the services' clock is ahead."""
+    ahead, monotonic = [0.0], service_module.time.monotonic
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            service_module, "time", SimpleNamespace(
+                monotonic=lambda: monotonic() + ahead[0], time=service_module.time.time,
+                perf_counter=service_module.time.perf_counter,
+            )
+        )  # fmt: skip
+        patch.setattr(service_module, "STALL_SECONDS", math.inf)
+        yield ahead
+
+
+async def running_on(service: Service, work: Awaitable[Any]) -> Any:
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0)  # from here on it listens
+    while any(each.last > service._done.get(name, -1) for name, each in service._models.items()):
+        await asyncio.sleep(0.001)  # what was done before is done again
+    try:
+        return await work
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+
+
+async def made(service: Service, client: str, session: str | None = None, number: int = 0) -> str:
+    """A model that the trainer has."""
+    session = session or await service.open_session(client)
+    body = {"session_id": session, "model_seq_id": number, "base_model": "base"}
+    call = await service.create_model(client, body)
+    assert "error" not in (await service.result(client, call.number, 5) or {"error": "none"}), call
+    return call.model
+
+
+def test_what_was_done_is_done_again_in_the_order_of_before_also_where_one_client_made_room_for_another(tmp_path):
+    """Of each client the first calls in turn would make b's model beside a's, which the trainer refuses."""
+
+    async def first(service: Service) -> tuple[str, str]:
+        one = await made(service, "a")
+        await service.result("a", (await forward(service, "a", one, 1)).number, 5)
+        refused = await service.create_model(
+            "b", {"session_id": await service.open_session("b"), "model_seq_id": 0, "base_model": "base"}
+        )
+        assert "trains all weights" in (await service.result("b", refused.number, 5) or {})["error"]
+        gone = await service.unload_model("a", {"model_id": one})
+        await service.result("a", gone.number, 5)
+        two = await made(service, "b")
+        call = await service.optim_step("b", {"model_id": two, "seq_id": 1, "adam_params": {"learning_rate": 0.1}})
+        await service.result("b", call.number, 5)
+        return refused.model, two
+
+    async def then(service: Service, model: str) -> dict[str, Any]:
+        call = await forward(service, "b", model, 2)
+        return await service.result("b", call.number, 5) or {}
+
+    service, before = only_one(tmp_path)
+    refused, two = asyncio.run(running_on(service, first(service)))
+    weights = before.models[two]["weights"]
+    service, after = only_one(tmp_path)
+    assert "proto" in asyncio.run(running_on(service, then(service, two)))
+    assert list(after.models) == [two] and torch.equal(after.models[two]["weights"], weights)
+    assert service.models() == {"b": 1} and refused not in service.models_of("b")
+
+
+def test_a_model_whose_client_is_silent_makes_room_and_none_of_a_living_client_does(tmp_path, monkeypatch):
+    async def first(service: Service, ahead: list[float]) -> str:
+        one = await made(service, "a")
+        await save(service, one, 1, "kept")
+        ahead[0] += 61
+        service.heartbeat("a", one.partition(":")[0])
+        ahead[0] += 59
+        with pytest.raises(AssertionError):
+            await made(service, "b")  # a's client lives
+        ahead[0] += 2
+        session = await service.open_session("b")
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
+        two = await service.create_model("b", body)
+        assert await service.create_model("b", body) == two
+        assert "error" not in (await service.result("b", two.number, 5) or {"error": "none"})
+        assert service.models() == {"b": 1} and names(service, one) == ["kept"]
+        with pytest.raises(UsageError, match="its session was silent for 60 s, and its place was needed"):
+            await forward(service, "a", one, 2)
+        return one
+
+    async def again(service: Service, ahead: list[float], one: str) -> None:
+        ahead[0] += 59
+        with pytest.raises(AssertionError):
+            await made(service, "a")  # b's client is yet to be heard by this process
+        ahead[0] += 2
+        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "optimizer": True}
+        call = await service.load_weights("a", body | {"path": f"tinker://{one}/weights/kept"})
+        assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
+        assert service.models() == {"a": 1}
+
+    with clock(monkeypatch) as ahead:
+        service, _ = only_one(tmp_path, session_timeout=60.0)
+        one = asyncio.run(running_on(service, first(service, ahead)))
+        ahead[0] += 1000  # nobody listened meanwhile
+        service, trainer = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, again(service, ahead, one)))
+        assert len(trainer.models) == 1
+        service, restored = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, asyncio.sleep(0.2)))
+        [held], [found] = trainer.models.items(), restored.models.items()
+        assert held[0] == found[0] and torch.equal(held[1]["weights"], found[1]["weights"])
+
+
+def test_a_server_that_stood_still_itself_has_heard_nobody_and_takes_no_clients_place(tmp_path, monkeypatch):
+    async def case(service: Service, ahead: list[float]) -> None:
+        await made(service, "a")
+        ahead[0] += 61
+        await asyncio.sleep(0.05)
+        with pytest.raises(AssertionError):
+            await made(service, "b")
+        for _ in range(4):
+            ahead[0] += 20
+            await asyncio.sleep(0.05)
+        await made(service, "b")
+
+    with clock(monkeypatch) as ahead:
+        monkeypatch.setattr(service_module, "STALL_SECONDS", 30.0)
+        monkeypatch.setattr(service_module, "LISTEN_SECONDS", 0.001)
+        service, _ = only_one(tmp_path, session_timeout=60.0)
+        asyncio.run(running_on(service, case(service, ahead)))
+
+
+def test_of_adapters_those_of_the_same_client_make_room_the_longest_silent_first_and_none_with_calls_to_do(
+    tmp_path, monkeypatch
+):
+    async def case(service: Service, ahead: list[float]) -> None:
+        others = await made(service, "b")
+        sessions = [await service.open_session("a") for _ in range(2)]
+        first, second = [await made(service, "a", session) for session in sessions]
+        ahead[0] += 30
+        service.heartbeat("a", sessions[0])
+        ahead[0] += 31
+        third = await made(service, "a")
+        assert service.models_of("a") == [first, second, third]
+        with pytest.raises(UsageError, match="is unloaded: its session was silent for 60 s"):
+            await forward(service, "a", second, 1)
+        await service.result("b", (await forward(service, "b", others, 1)).number, 5)
+        ahead[0] += 31
+        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "base_model": "base"}
+        call = await forward(service, "a", first, 1)
+        ahead[0] += 61
+        service.heartbeat("a", third.partition(":")[0])
+        with pytest.raises(UsageError, match="2 models, the most"):
+            await service.create_model("a", body)  # its call is not done
+        await service.result("a", call.number, 5)
+        ahead[0] += 61
+        service.heartbeat("a", third.partition(":")[0])
+        await service.create_model("a", body)
+
+    with clock(monkeypatch) as ahead:
+        service, _ = make(tmp_path, models=2, session_timeout=60.0)
+        asyncio.run(running_on(service, case(service, ahead)))
+
+
 def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
     monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 5)
@@ -266,6 +448,49 @@ def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeyp
     asyncio.run(case())
 
 
+def test_a_history_is_folded_with_the_journal_and_says_the_same(tmp_path, monkeypatch):
+    """Over two starts, of which the first leaves half a line."""
+
+    async def steps(service: Service, model: str, begin: int, end: int) -> None:
+        for seq in range(begin, end, 3):
+            for each in range(2):
+                await forward(service, "a", model, seq + each)
+            service.history.sampled("a", 2)
+            call = await service.optim_step("a", {"model_id": model, "seq_id": seq + 2, "adam_params": {}})
+            await service.result("a", call.number, 5)
+        service.history.refused("b", f"at {begin}")
+
+    def life(directory: Path, folds: int) -> Any:
+        lab = directory / "lab"
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module, "HISTORY_BYTES", folds)
+            patch.setattr(report_module, "KEPT_POINTS", 8)
+            patch.setattr(os, "fsync", lambda _: None)
+            service, _ = make(lab / "served")
+            model = asyncio.run(running_on(service, both(service)))
+            with (lab / "served" / "history.jsonl").open("ab") as file:
+                file.write(b'{"time": 1, "cli')
+            service, _ = make(lab / "served")
+            asyncio.run(running_on(service, steps(service, model, 90, 120)))
+        return read_served(lab), (lab / "served" / "history.jsonl").stat().st_size
+
+    async def both(service: Service) -> str:
+        model = await made(service, "a")
+        await steps(service, model, 0, 90)
+        return model
+
+    (whole, size), (folded, small) = life(tmp_path / "whole", 10**9), life(tmp_path / "folded", 1000)
+    [one], [other] = whole.models.values(), folded.models.values()
+    assert (one.calls, one.steps, one.failed) == (other.calls, other.steps, other.failed) == (121, 40, 0)
+    assert set(other.losses) < set(one.losses) and set(other.norms) < set(one.norms)
+    assert other.losses[-1] == one.losses[-1] and len(other.losses) >= 4
+    assert whole.clients == folded.clients == {
+        "a": {"samples": 40, "sampled_tokens": 80}, "b": {"last_refusal": "at 90", "refused": 2},
+    }  # fmt: skip
+    assert whole.starts == folded.starts == 2
+    assert small < 6000 < size
+
+
 @pytest.mark.parametrize(("lengths", "size"), [((64, 4096), 62), ((4096, None), 64), ((), 64), ((4096,), 64)])
 def test_engines_are_compared_over_no_more_tokens_than_they_take(lengths, size):
     """vLLM takes max_model_len tokens with the one that it samples beside scoring."""
@@ -310,7 +535,10 @@ def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, mon
 def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
     found = iter([EnginesAway("one"), EnginesAway("one"), "fleet"])
 
-    def probed(_: object) -> object:
+    needs: list[int | None] = []
+
+    def probed(_: object, needed: int | None) -> object:
+        needs.append(needed)
         each = next(found)
         if isinstance(each, Exception):
             raise each
@@ -319,10 +547,11 @@ def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again
     monkeypatch.setattr(main_module, "probed", probed)
     monkeypatch.setattr(main_module, "AWAY_SECONDS", 0.0)
     stop, config = StopSignal(lambda _: None), TrainConfig.model_construct()
-    assert main_module._engines(config, ServeTrainerConfig(), stop) == "fleet"
+    assert main_module._engines(config, ServeTrainerConfig(), stop, goes_on=True) == "fleet"
     found = iter([EnginesAway("one"), EnginesAway("one")])
     with pytest.raises(EnginesAway):
-        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop)
+        main_module._engines(config, ServeTrainerConfig(ready_timeout=1e-9), stop, goes_on=False)
+    assert needs[:3] == [1, 1, 1] and set(needs[3:]) == {None}, "one is enough, but at the first start"
 
 
 async def model_of(service: Service, client: str) -> str:
@@ -525,8 +754,8 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
         await save(service, model, 1, "brief", ttl_seconds=3600)
         await save(service, model, 2, "kept", ttl_seconds=3600)
         await save(service, model, 3, "later")
-        await service.set_ttl("a", model, "kept", None)
-        await service.set_ttl("a", model, "later", 7200)
+        await service.set_ttl("a", model, STATES, "kept", None)
+        await service.set_ttl("a", model, STATES, "later", 7200)
         now = service_module.time.time()
         monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
         await service.expire()
@@ -590,6 +819,77 @@ def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tm
     asyncio.run(case())
 
 
+def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints_are(tmp_path, monkeypatch):
+    async def case(service: Service, trainer: PlainTrainer) -> str:
+        server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
+        model = await made(service, "a")
+        await save(service, model, 1, "same")
+        for seq, name in enumerate(("same", "brief", "gone", ""), 2):
+            body = {"model_id": model, "seq_id": seq, "path": name or None, "sampling_session_seq_id": seq}
+            call = await service.save_weights_for_sampler("a", body)
+            await service.result("a", call.number, 5)
+        session = model.partition(":")[0]
+        opened = {"session_id": session, "sampling_session_seq_id": 9, "model_path": f"tinker://{model}/sampler_weights/gone"}
+        sampler = service.demand_sampler("a", await service.open_sampler("a", opened))
+        assert service.weights_of(sampler)
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
+                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
+                    return reply.status, await reply.json()
+
+            run = f"training_runs/{model}"
+
+            async def listed() -> list[str]:
+                found = (await ask("GET", f"{run}/checkpoints"))[1]["checkpoints"]
+                assert all(each["tinker_path"] == f"tinker://{model}/{each['checkpoint_id']}" for each in found)
+                return sorted(f"{each['checkpoint_type']} {each['checkpoint_id']}" for each in found)
+
+            kept, rest = ["sampler sampler_weights/same", "training weights/same"], "sampler sampler_weights/"
+            assert await listed() == sorted([*kept, f"{rest}brief", f"{rest}gone"])
+            one = f"{run}/checkpoints/sampler_weights"
+            assert (await ask("DELETE", f"{one}/gone", key="tml-b"))[0] == 404
+            for _ in range(2):
+                assert (await ask("DELETE", f"{one}/gone"))[0] == 200
+            assert (await ask("DELETE", f"{one}/none"))[0] == 404
+            assert (await ask("DELETE", f"{run}/checkpoints/other/same"))[0] == 404
+            assert (await ask("PUT", f"{one}/brief/ttl", {"ttl_seconds": 3600}))[0] == 200
+            assert not (tmp_path / "samplers" / model / "gone").exists()
+            with pytest.raises(Refused, match="are kept no more"):
+                service.weights_of(sampler)
+            info = await ask("POST", "weights_info", {"tinker_path": f"tinker://{model}/sampler_weights/same"})
+            assert info == (200, {"base_model": "base", "is_lora": False})
+            assert (await ask("GET", run))[1]["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/brief"
+            now = service_module.time.time()
+            monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
+            assert await listed() == kept
+        return model
+
+    async def later(service: Service, model: str) -> None:
+        body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 10}
+        for name in ("gone", "brief"):  # their saves were done again, and they are there until a snapshot
+            with pytest.raises(Refused, match="there are no weights"):
+                await service.open_sampler("a", body | {"model_path": f"tinker://{model}/sampler_weights/{name}"})
+        with pytest.raises(UsageError, match="a name is given once"):
+            await service.save_weights_for_sampler("a", {"model_id": model, "seq_id": 9, "path": "gone"})
+        await service.result("a", (await forward(service, "a", model, 10)).number, 5)
+        assert {(each.kind, each.name) for each in service.saved(model)} == {(STATES, "same"), (SAMPLERS, "same")}
+
+    async def last(service: Service, model: str) -> None:
+        await service.result("a", (await forward(service, "a", model, 11)).number, 5)
+
+    service, trainer = make(tmp_path, snapshot_every=100)
+    model = asyncio.run(running_on(service, case(service, trainer)))
+    for snapshot_every in (100, 1):
+        service, _ = make(tmp_path, snapshot_every=snapshot_every)
+        if snapshot_every == 100:
+            asyncio.run(running_on(service, later(service, model)))
+        else:
+            asyncio.run(running_on(service, last(service, model)))
+    left = {each.name for each in (tmp_path / "samplers" / model).iterdir()}
+    assert "same" in left and left.isdisjoint({"gone", "brief"})
+
+
 def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_one_after_is_refused(tmp_path):
     async def case() -> None:
         service, trainer = make(tmp_path, snapshot_every=1)
@@ -600,14 +900,14 @@ def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_o
         await asyncio.wait({running})
         body = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/one"}
         call = await service.load_weights("a", body)
-        await service.delete_checkpoint("a", model, "one")
-        await service.delete_checkpoint("a", model, "one")
+        await service.delete_checkpoint("a", model, STATES, "one")
+        await service.delete_checkpoint("a", model, STATES, "one")
         assert await service.load_weights("a", body) == call  # a repetition
         assert names(service, model) == []
         with pytest.raises(Refused, match="there is no checkpoint"):
             await service.load_weights("a", body | {"seq_id": 3})
         with pytest.raises(Refused, match="there is no model"):
-            await service.delete_checkpoint("b", model, "one")
+            await service.delete_checkpoint("b", model, STATES, "one")
         with pytest.raises(UsageError, match="a name is given once"):
             await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "one"})
         before = await forward(service, "a", model, 3)
@@ -659,6 +959,7 @@ def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its
         running.cancel()
         await asyncio.wait({running})
         assert list(copies.iterdir()) == []  # a snapshot has what was loaded
+        assert await service.load_weights("a", body) == call  # a repetition yet
         service.close()
 
     asyncio.run(case())
@@ -700,6 +1001,149 @@ def test_over_http_a_cancelled_sample_ends_and_health_needs_no_key(tmp_path):
             await samples.close()
 
     asyncio.run(scenario())
+
+
+class Counted:
+    """Samples without a sequence; two at a time."""
+
+    max_model_len, at_once = 8, 2
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
+        self.running += 1
+        assert self.running <= self.at_once
+        try:
+            await asyncio.sleep(0.001)
+        finally:
+            self.running -= 1
+        return SampleOutput(())
+
+
+def test_samples_of_clients_take_turns_however_many_one_has_sent_and_cancelled_ones_keep_no_slot():
+    async def case() -> list[str]:
+        order: list[str] = []
+        samples = Samples(Counted(), vocab_size=10, most=100, ended=lambda client, _: order.append(client))
+        body = {"sampling_session_id": "s", "prompt": {"chunks": [{"tokens": [1]}]}}
+        body["sampling_params"] = {"max_tokens": 1}
+        numbers = [samples.begin("a", body | {"seq_id": seq}, None) for seq in range(20)]
+        await asyncio.sleep(0)
+        for number in (*numbers[:2], *numbers[10:]):  # two that run, and some that wait
+            samples.cancel("a", number)
+        asked = [samples.begin("b", body | {"seq_id": seq}, None) for seq in range(3)]
+        for client, number in [*(("b", each) for each in asked), *(("a", each) for each in numbers[2:10])]:
+            assert "proto" in (await samples.result(client, number, 5) or {})
+        await samples.close()
+        return order
+
+    order = asyncio.run(case())
+    assert Counter(order) == {"a": 8, "b": 3}
+    assert order.index("b") <= 3 and "".join(order).rindex("b") <= 7, order
+
+
+class FakeNames:
+    """NamedAdapters that load at once."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def publish(self, name: str, directory: Path, engines: Any) -> dict[str, Any]:
+        self.loaded.append(directory.name)
+        return {}
+
+    async def unload(self, name: str) -> dict[str, Any]:
+        return {}
+
+
+def test_an_adapter_gets_a_place_though_requests_never_end_to_come_for_those_that_have_them():
+    async def case() -> None:
+        engines = SimpleNamespace(fleet=SimpleNamespace(members=lambda *_: ()), client=None)
+        adapters: Any = LoadedAdapters(engines, slots=2, deadline=1.0, prefix="t")  # type: ignore[arg-type]
+        names = adapters._named = FakeNames()
+        ends = asyncio.Event()
+
+        async def user(name: str, seconds: float) -> None:
+            """Two of them, so that there is no moment without a request."""
+            while not ends.is_set():
+                async with adapters.using(Path("/adapters") / name):
+                    await asyncio.sleep(seconds)
+
+        users = [asyncio.create_task(user(name, each)) for name in "ab" for each in (0.003, 0.005)]
+        await asyncio.sleep(0.02)
+        for _ in range(3):
+            async with asyncio.timeout(5), adapters.using(Path("/adapters/c")):
+                assert sum(not held.leaves for held in adapters._held.values()) >= 1
+            await asyncio.sleep(0.02)
+        given_up = asyncio.create_task(user("d", 0))
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.sleep(0.05)
+        assert {"a", "b"} <= set(names.loaded[-8:]), "who gave way comes back"
+        ends.set()
+        async with asyncio.timeout(5):
+            await asyncio.gather(*users)
+        assert len(adapters._held) <= 2 and not any(held.users for held in adapters._held.values())
+
+    asyncio.run(case())
+
+
+@pytest.mark.parametrize("problem", [None, "serves another model"])
+def test_an_engine_that_was_away_joins_when_it_answers_and_fits(problem):
+    endpoint, said = EngineEndpoint(url="http://127.0.0.1:9"), list[str]()
+    answers: list[Any] = [EngineUnreachable("away"), EngineUnreachable("away"), SimpleNamespace()]
+    checked: list[Any] = [EngineUnreachable("it has died again"), problem]
+
+    async def probe(*_: Any, **__: Any) -> Any:
+        found = answers.pop(0) if len(answers) > 1 else answers[0]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    async def check(*_: Any) -> str | None:
+        found = checked.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    joined: list[Any] = []
+
+    async def carried_out() -> None:
+        joined.append("shown")
+
+    fleet = SimpleNamespace(
+        policy=SimpleNamespace(probe_seconds=0.001), add_probed=lambda each, info, takes_weights: joined.append(each)
+    )
+    engines: Any = SimpleNamespace(fleet=fleet, client=SimpleNamespace(probe=probe), log=said.append)
+    monitor: Any = SimpleNamespace(carry_out=carried_out)
+    asyncio.run(asyncio.wait_for(Absent((endpoint,), check).join(endpoint, engines, monitor), 5))
+    assert joined == ([] if problem else [endpoint, "shown"]) and not checked
+    assert said == ([f"engine {endpoint.url} does not join: {problem}"] if problem else [])
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        ({}, None), ({"lora_rank": 2}, "adapters up to rank 2"), ({"max_model_len": 63}, "max_model_len is 63, less"),
+        ({"lora_slots": 2}, "lora_slots is 2, less"), ({"score": -9.0}, "log-probabilities differ by 8"),
+    ],
+)  # fmt: skip
+def test_an_engine_that_joins_is_checked_as_the_first_ones_are(tmp_path, own, text):
+    async def score(endpoint: EngineEndpoint, tokens: Any, timeout: float) -> tuple[float, ...]:
+        return (own.get("score", -1.0),) * (len(tokens) - 1)
+
+    config = TrainConfig.model_validate({"model": {"path": tmp_path, "dtype": "float32"}})
+    client: Any = SimpleNamespace(score=score)
+    base = main_module.BaseCheck(config, client, (1, 2, 3), np.array([-1.0, -1.0]))
+    there = EngineInfo(
+        dialect="vllm", engine_version="0", model_id="m", world_size=1, max_model_len=64, vocab_size=9, dtype="float32",
+        weight_backend=None, weight_version=None, boot_id=None, plugin=True, device="cpu", lora_rank=8, lora_slots=4,
+    )  # fmt: skip
+    joins = replace(there, **{key: value for key, value in own.items() if key != "score"})
+    fleet: Any = SimpleNamespace(infos={"http://127.0.0.1:8": there})
+    endpoint = EngineEndpoint(url="http://127.0.0.1:9")
+    problem = asyncio.run(main_module._joining_problem(8, fleet, base, endpoint, joins))
+    assert problem is None if text is None else text in (problem or "")
 
 
 def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
@@ -810,6 +1254,7 @@ def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
             for reason in ("success", "interrupted"):  # again, as where an answer was lost
                 finish = {"reason": {"type": reason}, "detail": None}
                 assert (await ask("POST", f"sessions/{session}/finish", finish))[0] == 200
+            assert (await ask("POST", "session_heartbeat", {"session_id": session}))[0] == 410
             promised = (await ask("POST", "unload_model", {"model_id": model}))[1]  # a repetition too
             assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
         assert not trainer.models and service.models() == {}
@@ -936,10 +1381,43 @@ def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
     theirs = set(of_the_client("routes"))
     page = (Path(__file__).parents[3] / "docs" / "tinker-api.md").read_text()
     rows = re.findall(r"^\| `([A-Z]+ \S+)`", page, re.MULTILINE)
-    ours = [re.sub("{[^}]*}", "{}", row.replace("/weights/{name}", "/{name}")) for row in rows]
+    ours = [re.sub("{[^}]*}", "{}", row.replace("/{kind}/{name}", "/{name}")) for row in rows]
     assert len(ours) == len(set(ours)), "a route is in one of the tables, once"
     assert set(ours) - theirs == {"POST unload_model"}, "the client still has the types of its answer"
     assert theirs <= set(ours)
+
+
+def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_call(tmp_path):
+    theirs = set(of_the_client("losses"))
+    assert theirs - set(LOSSES) == {"stable_reinforce", "custom"} and set(LOSSES) <= theirs
+    service, _ = make(tmp_path)
+    server = TinkerServer(service, {"a": "tml-a"}, poll_seconds=5)
+    policy = {"logprobs": [0.0] * 3, "advantages": [1.0] * 3}
+
+    async def case() -> None:
+        model = await made(service, "a")
+        async with TestClient(TestServer(server.app())) as http:
+
+            async def answer(seq: int, loss: str, **more: Any) -> tuple[int, Any]:
+                inputs = policy if loss != "cross_entropy" else {}
+                proto = forward_proto(model, seq, tokens=[1, 2, 3], targets=[2, 3, 5], loss=loss, **inputs, **more)
+                head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
+                async with http.post(PREFIX + "forward_backward", data=proto, headers=head) as reply:
+                    return reply.status, await reply.json()
+
+            for seq, loss in enumerate(sorted(LOSSES), 1):
+                clip = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} if loss == "gspo" else {}
+                status, promised = await answer(seq, loss, settings=clip)
+                assert status == 200, promised
+                assert "proto" in (await service.result("a", int(promised["request_id"]), 5) or {}), loss
+            for loss in sorted(theirs - set(LOSSES)):
+                status, refused = await answer(50, loss)
+                assert status == 422 and f"loss {loss!r} is not supported" in refused["error"]
+            status, refused = await answer(50, "ppo", settings={"beta": 1.0})
+            assert status == 422 and "loss_fn_config has beta, which it does not read" in refused["error"]
+
+    asyncio.run(running_on(service, case()))
+    assert all(call.key.rpartition(":")[2] != "50" for call in Journal(tmp_path).calls.values())
 
 
 def of_the_client(*arguments: str) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from rltool.cli import main
 from rltool.quickstart.tiny_model import make_tiny_model
-from tests.unit.rollout.test_data import jsonl
+from tests.unit.rollout.data.test_data import jsonl
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 

@@ -25,7 +25,7 @@ from rltool.rollout.contracts import (
     example_group,
 )
 from rltool.training.contracts import check_logger
-from tests.unit.rollout.test_data import LetterTokenizer
+from tests.unit.rollout.data.test_data import LetterTokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 HERE = "tests.unit.project.test_examples:"

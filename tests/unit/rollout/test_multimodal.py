@@ -49,7 +49,7 @@ from rltool.training.checks.validate import check_inputs
 from rltool.training.manager.inputs import load_train_prompts
 from rltool.training.show_data import describe_data
 from rltool.training.sources import RecordedRollouts, SupervisedData
-from tests.unit.rollout.test_data import LetterTokenizer, jsonl
+from tests.unit.rollout.data.test_data import LetterTokenizer, jsonl
 from tests.unit.rollout.test_rollout_batching import sample as scored
 
 PNG = "data:image/png;base64,AAAA"

@@ -1,0 +1,136 @@
+"""What `register` changes in vLLM's processes: a server on the CPU waits without taking a core and starts with one
+import of vLLM, and the prefix cache is dropped without a look at every block of the KV cache."""
+
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, cast
+
+from rltool.engines.plugin.guard import KEY_FILE_VARIABLE
+
+BUSY_LOOP_VARIABLE = "RLTOOL_BUSY_LOOP_SECONDS"
+NAP_SECONDS = 5e-4
+FORK_VARIABLE = "RLTOOL_FORK_ENGINE_PROCESSES"
+
+
+def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
+    """Let a reader sleep between polls after the time that the environment sets; without the variable nothing
+    changes. Idempotent.
+
+    vLLM's processes pass messages through shared memory, and a reader asks for the next one without pause for a second
+    after the last (vllm/distributed/device_communicators/shm_broadcast.py, SpinCondition: busy_loop_s, no setting). On
+    a GPU host that is a core of many for the sake of microseconds; on a CPU host the trainer waits for these cores.
+
+    Lowering busy_loop_s would not do: it sends the reader to a socket, and vLLM looks again only after five seconds,
+    which is what one rollout of some twenty took.
+    """
+    if BUSY_LOOP_VARIABLE not in environment:
+        return
+    seconds = float(environment[BUSY_LOOP_VARIABLE])
+    try:
+        from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+    except ImportError:  # another vLLM, that waits in another way: an engine that takes a core is better than none
+        return
+    ask_again = getattr(SpinCondition.wait, "__wrapped__", SpinCondition.wait)
+
+    def wait(self, timeout_ms: int | None = None) -> None:
+        if seconds < time.monotonic() - self.last_read <= self.busy_loop_s:
+            time.sleep(NAP_SECONDS)
+        else:
+            ask_again(self, timeout_ms)
+
+    wait.__wrapped__ = ask_again  # type: ignore[attr-defined]
+    SpinCondition.wait = wait
+
+
+def fork_engine_processes(environment: Mapping[str, str] = os.environ) -> None:
+    """Without the variable nothing changes. Idempotent.
+
+    On a GPU vLLM forks its engine core and workers. On the CPU it spawns them (vllm/platforms/cpu.py), because libgomp
+    does not survive a fork of its threads, and each imports vLLM again: that takes 24 s of CPU until a server is ready,
+    not 10. With OMP_NUM_THREADS=1, which rltool starts its CPU engines with, there are no such threads."""
+    if environment.get(FORK_VARIABLE) != "1":
+        return
+    try:
+        from vllm.utils import system_utils
+    except ImportError:  # another vLLM: it starts as it does
+        return
+    if getattr(system_utils, "_maybe_force_spawn", None) not in (None, _fork):
+        system_utils._maybe_force_spawn = _fork
+        os.register_at_fork(after_in_child=leave_servers_to_the_parent)
+
+
+def _fork() -> None:
+    """vLLM calls it when it is about to start a process: here it may override what the platform has set."""
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+
+def leave_servers_to_the_parent() -> None:
+    """Of sockets that are bound and not connected. If children had them as well, the port of an API server that dies
+    would go on to take connections without an answer. The descriptor stays, and is of /dev/null: Python objects
+    that hold its number close it later."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):  # no socket, or one that is neither bound nor connected
+            if number != nowhere and _serves(number):
+                os.dup2(nowhere, number, inheritable=False)
+    os.close(nowhere)
+
+
+def _serves(number: int) -> bool:
+    with socket.socket(fileno=os.dup(number)) as one:
+        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+            return False
+        with suppress(OSError):
+            one.getpeername()
+            return False
+        return one.getsockname()[1] != 0
+
+
+def reset_hashed_blocks(environment: Mapping[str, str] = os.environ) -> None:
+    """Let the block pools of this process reset the blocks that hold a hash alone. Idempotent. Servers without the
+    guard keep vLLM's own way.
+
+    BlockPool.reset_prefix_cache (v1/core/block_pool.py of 0.32) sets the hash of each block anew, cached or not, in a
+    Python loop: 6 ms for 100,000 blocks, twice in every weight sync, while the engine stands still. A GPU of 141 GB has
+    six times as many beside a model of 0.5B. Blocks that hold a hash all stand in the pool's table of hashes, and what
+    runs holds a few hundred."""
+    if KEY_FILE_VARIABLE not in environment:
+        return
+    try:
+        from vllm.v1.core.block_pool import BlockPool
+    except ImportError:  # another vLLM: its own way is slower, not wrong
+        return
+    reset_all = BlockPool.reset_prefix_cache
+    if getattr(reset_all, "rltool", False):
+        return
+
+    def reset_prefix_cache(pool: Any) -> bool:
+        hashed = _hashed_blocks(pool)
+        if hashed is None:
+            return reset_all(pool)
+        every, pool.blocks = pool.blocks, hashed
+        try:
+            return reset_all(pool)
+        finally:
+            pool.blocks = every
+
+    patched = cast(Any, reset_prefix_cache)
+    patched.rltool = True
+    BlockPool.reset_prefix_cache = patched
+
+
+def _hashed_blocks(pool: Any) -> list[Any] | None:
+    """None: this pool keeps its blocks in another way, or looks some of them up by their numbers while it resets."""
+    table = getattr(getattr(pool, "cached_block_hash_to_block", None), "_cache", None)
+    if not isinstance(table, dict) or getattr(pool, "_reuse_watchers", None):
+        return None
+    found: list[Any] = []
+    for blocks in table.values():  # one, or several with equal contents by their numbers
+        found.extend(blocks.values() if isinstance(blocks, dict) else (blocks,))
+    return found
