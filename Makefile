@@ -16,7 +16,7 @@ ARGS ?=
 PYTHONS = RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_COOKBOOK_PYTHON=$(CURDIR)/.venv-cookbook/bin/python \
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python
 PYTHON312 ?= python3.12
-# Resolves in a quarter of the time of Python 3.11's own. Environments of tests alone are installed with --no-compile: most of their modules are never imported.
+# Resolves faster than the one that comes with Python 3.11. Environments of tests alone are installed with --no-compile: most of their modules are never imported.
 PIP = pip==26.3
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
