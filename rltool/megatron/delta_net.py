@@ -20,10 +20,9 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from rltool.megatron.attention import TOLERANCE, Backend, has_kernels
-from rltool.megatron.kernels import rms_norm, rotate
+from rltool.megatron.kernels import rms_norm, rotate, short_convolution, swiglu
 from rltool.megatron.layers import PackedCausalAttention, RMSNorm
 from rltool.megatron.packing import Chunks, PackedSequences, cut
 from rltool.megatron.runtime import to_device
@@ -156,17 +155,7 @@ class ShortConvolution(torch.nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x: [T, channels]; positions: [T], of each token in its sequence."""
-        # Else the backward pass keeps a copy of x for each token that is seen; x itself is there.
-        return checkpoint(self._convolved, x, positions, use_reentrant=False, preserve_rng_state=False)
-
-    def _convolved(self, x: Tensor, positions: Tensor) -> Tensor:
-        weight = self.weight.squeeze(1).float()
-        out, rows = x * weight[:, -1], len(x)
-        for back in range(1, min(weight.size(1), rows)):
-            same = (positions[back:] >= back).unsqueeze(-1)
-            earlier = torch.where(same, x[: rows - back], 0) * weight[:, -1 - back]
-            out = out + F.pad(earlier, (0, 0, back, 0))
-        return F.silu(out).to(x.dtype)
+        return short_convolution(x, self.weight.squeeze(1), positions)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """For Megatron, which takes the parameters of a module without this method for copies."""
@@ -186,7 +175,7 @@ class GatedNorm(torch.nn.Module):
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Both [T, heads, value]."""
         weight = copy_to_tensor_model_parallel_region(self.weight) if self.ranks > 1 else self.weight
-        return (rms_norm(x, weight, self.eps) * F.silu(gate.float())).to(x.dtype)
+        return swiglu(torch.cat((gate, rms_norm(x, weight, self.eps)), dim=-1))
 
 
 def _column(config: Any, outputs: int) -> ColumnParallelLinear:

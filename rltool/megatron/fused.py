@@ -161,6 +161,68 @@ def _swiglu_backward(
 
 
 @jit
+def _convolution_forward(
+    x, weight, positions, out, T, C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = (row[:, None] < T) & (column[None, :] < C)
+    position = tl.load(positions + row, mask=row < T, other=-1)
+    at = row[:, None] * C + column[None, :]
+    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    for back in tl.static_range(K):
+        factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
+        seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
+        total += tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32) * factor[None, :]
+    tl.store(out + at, (total / (1.0 + tl.exp(-total))).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _convolution_slopes(
+    grad, x, weight, positions, slopes, parts, T,
+    C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    column, tap = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, TAPS)
+    sums = tl.zeros([TAPS, WIDTH], dtype=tl.float32)
+    for block in range(tl.program_id(0), tl.cdiv(T, ROWS), tl.num_programs(0)):
+        row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row[:, None] < T) & (column[None, :] < C)
+        position = tl.load(positions + row, mask=row < T, other=-1)
+        at = row[:, None] * C + column[None, :]
+        total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+        for back in tl.static_range(K):
+            factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
+            seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
+            total += tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32) * factor[None, :]
+        sigmoid = 1.0 / (1.0 + tl.exp(-total))
+        slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * sigmoid * (1.0 + total * (1.0 - sigmoid))
+        tl.store(slopes + at, slope, mask=inside)
+        for back in tl.static_range(K):
+            seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
+            earlier = tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32)
+            sums += tl.where(tap[:, None] == K - 1 - back, tl.sum(slope * earlier, 0)[None, :], 0.0)
+    place = parts + tl.program_id(0) * C * K + column[None, :] * K + tap[:, None]
+    tl.store(place, sums, mask=(tap[:, None] < K) & (column[None, :] < C))
+
+
+@jit
+def _convolution_backward(
+    slopes, weight, positions, grad_x, T, C: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    at = row[:, None] * C + column[None, :]
+    total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
+    for back in tl.static_range(K):
+        # The token that is `back` later saw this one, if it is of the same sequence.
+        position = tl.load(positions + row + back, mask=row + back < T, other=-1)
+        factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
+        saw = (position[:, None] >= back) & (column[None, :] < C)
+        total += tl.load(slopes + at + back * C, mask=saw, other=0.0) * factor[None, :]
+    tl.store(grad_x + at, total.to(grad_x.dtype.element_ty), mask=(row[:, None] < T) & (column[None, :] < C))
+
+
+@jit
 def _sum_rows(rows, order, ends, out, H: tl.constexpr, WIDTH: tl.constexpr):
     group = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
@@ -352,6 +414,43 @@ def swiglu(
     x: Tensor, scale: Tensor | None = None, alpha: float = 1.0, offset: float = 0.0, limit: float = math.inf
 ) -> Tensor:
     return _SwiGLU.apply(x, scale, (alpha, offset, limit))
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+        x, weight, positions = x.contiguous(), weight.contiguous(), positions.contiguous()
+        out, (grid, sizes) = torch.empty_like(x), _tiles(x, weight)
+        _convolution_forward[grid](x, weight, positions, out, len(x), **sizes)
+        ctx.save_for_backward(x, weight, positions)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight, positions = ctx.saved_tensors
+        grad_x, slopes = torch.empty_like(x), torch.empty(x.shape, dtype=torch.float32, device=x.device)
+        (rows, columns), sizes = _tiles(x, weight)
+        programs = min(rows, triton.cdiv(PROGRAMS, columns))
+        parts = torch.empty(programs, *weight.shape, dtype=torch.float32, device=x.device)
+        _convolution_slopes[(programs, columns)](
+            grad.contiguous(), x, weight, positions, slopes, parts, len(x),
+            TAPS=triton.next_power_of_2(weight.size(1)), **sizes,
+        )  # fmt: skip
+        _convolution_backward[(rows, columns)](slopes, weight, positions, grad_x, len(x), **sizes)
+        return grad_x, parts.sum(0).to(weight.dtype), None
+
+
+def _tiles(x: Tensor, weight: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
+    """Programs by rows and columns, and the sizes that the kernels are compiled for."""
+    channels, taps = weight.shape
+    width = min(128, triton.next_power_of_2(channels))
+    rows = TILE // 2 // width
+    return (triton.cdiv(len(x), rows), triton.cdiv(channels, width)), dict(C=channels, K=taps, ROWS=rows, WIDTH=width)
+
+
+def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    return _Convolution.apply(x, weight, positions)
 
 
 def sum_rows(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 _eager = False
 
@@ -96,6 +97,30 @@ def swiglu(x: Tensor, scale: Tensor | None = None, kind: Gate = SILU) -> Tensor:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
         gated = gate * torch.sigmoid(kind.alpha * gate) * (up + kind.offset)
     return gated if scale is None else (gated * scale.unsqueeze(-1)).to(x.dtype)
+
+
+def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """SiLU of a causal convolution of each channel over the last tokens of its sequence.
+
+    x: [T, C]; weight: [C, K], the last for the token itself; positions: [T] int, of each token in its sequence.
+    Returns [T, C] in x's dtype.
+    """
+    if _on_gpu(x):
+        from rltool.megatron import fused
+
+        return fused.short_convolution(x, weight, positions)
+    # Else the backward pass keeps a copy of x for each token that is seen; x itself is there.
+    return checkpoint(_convolved, x, weight, positions, use_reentrant=False, preserve_rng_state=False)
+
+
+def _convolved(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    weight, rows = weight.float(), len(x)
+    out = x * weight[:, -1]
+    for back in range(1, min(weight.size(1), rows)):
+        same = (positions[back:] >= back).unsqueeze(-1)
+        earlier = torch.where(same, x[: rows - back], 0) * weight[:, -1 - back]
+        out = out + F.pad(earlier, (0, 0, back, 0))
+    return F.silu(out).to(x.dtype)
 
 
 def sum_rows(rows: Tensor, order: Tensor, ends: Tensor) -> Tensor:

@@ -79,6 +79,15 @@ def gated_and_clamped(dtype, rows, width):
     return difference(ours, values_and_gradients(lambda x, scale: kernels.swiglu(x, scale, kind), x, scale))
 
 
+def convolved(dtype, lengths, channels, taps):
+    positions = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE)
+    x, weight = randn(len(positions), channels, dtype=dtype), randn(channels, taps, dtype=dtype)
+    return difference(
+        values_and_gradients(fused.short_convolution, x, weight, positions),
+        values_and_gradients(kernels.short_convolution, x, weight, positions),
+    )
+
+
 def rows_summed(dtype, rows, width, groups):
     """Against the sums written out; one group has no row."""
     generator = torch.Generator().manual_seed(rows)
@@ -168,6 +177,9 @@ def main() -> None:
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
         found[f"gated and scaled {name}"] = gated_and_scaled(dtype, 7, 2100)
         found[f"gated and clamped {name}"] = gated_and_clamped(dtype, 7, 2100)
+        found[f"convolved {name}"] = convolved(dtype, (1, 300, 2, 4, 3, 40), 150, 4)
+        found[f"convolved {name} one tap"] = convolved(dtype, (5, 7), 3, 1)
+        found[f"convolved {name} three taps"] = convolved(dtype, (2, 9), 20, 3)
         found[f"rows summed {name}"] = rows_summed(dtype, 41, 96, 9)
         found[f"added to each {name}"] = added_to_each(dtype, 3, 2400, 7)
         for keep in (False, True):
