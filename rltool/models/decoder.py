@@ -361,7 +361,10 @@ def _latent(config: dict[str, Any], variant: Variant) -> Part:
             *queries,
             product("linear_kv_down_proj", "kv_a_proj_with_mqa", (down, hidden), interleaved=turned(down)),
             norm("kv_layernorm", "kv_a_layernorm", latent.rank),
-            product("linear_kv_up_proj", "kv_b_proj", (heads * (latent.plain + latent.value), latent.rank), 0),
+            product(
+                "linear_kv_up_proj", "kv_b_proj", (heads * (latent.plain + latent.value), latent.rank), 0,
+                latent=(latent.plain, latent.value),
+            ),  # fmt: skip
             product("linear_proj", "o_proj", (hidden, heads * latent.value), 1),
         ]
 
