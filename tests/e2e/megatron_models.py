@@ -250,7 +250,10 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     return model.eval()
 
 
-def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, sizes: Any = None, **options) -> Path:
+def save_hf(
+    directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, sizes: Any = None, **options
+) -> Path:
+    """sizes: of the model; options: of save_pretrained."""
     hf_model(kind, tied, seed, **sizes or {}).save_pretrained(directory, **options)
     return directory
 

@@ -11,7 +11,8 @@ from rltool.engines.transfer import fp8
 from rltool.engines.transfer.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import full_plan
-from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_config
+from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
+from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
 
@@ -31,7 +32,7 @@ def test_a_block_uses_the_whole_range_and_every_number_is_the_nearest_one(shape)
     values, scale = fp8.quantized(matrix)
     assert values.dtype is torch.float8_e4m3fn and scale.dtype is torch.float32
     assert values.shape == shape and scale.shape == fp8.scale_shape(shape)
-    found = fp8.dequantized(values, scale)
+    found = dequantized_fp8(values, scale)
     for row in range(scale.shape[0]):
         for column in range(scale.shape[1]):
             block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
@@ -47,7 +48,7 @@ def test_zeros_stay_zeros_and_powers_of_two_are_exact():
     matrix[:, 128:] = torch.tensor([448.0, 224.0, -1.75, 2.0**-9]).repeat(32)
     values, scale = fp8.quantized(matrix.bfloat16())
     assert scale.tolist() == [[1.0, 1.0]]
-    assert torch.equal(fp8.dequantized(values, scale), matrix)
+    assert torch.equal(dequantized_fp8(values, scale), matrix)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
