@@ -440,8 +440,8 @@ KIMI_K2 = DEEPSEEK_V3 | {
     [(DEEPSEEK_V3, 671.0e9, 37.6e9, ("model.layers.61.",)), (KIMI_K2, 1026.4e9, 32.9e9, ())],
 )
 def test_a_config_in_fp8_as_it_is_published_describes_the_model_that_its_makers_count(config, total, active, carried):
-    """DeepSeek-V3's report (arXiv 2412.19437): 671 and 37 billion parameters; Kimi K2's (arXiv 2507.20534): 1.04 trillion
-    and 32.6 billion with rounding of theirs."""
+    """671 and 37 billion parameters in DeepSeek-V3's report (arXiv 2412.19437), 1 trillion and 32 billion on Kimi K2's
+    page. A token meets both matrices of the vocabulary here."""
     family = family_for(config)
     found = parameters_of(family)
     assert (found.total, found.active) == (pytest.approx(total, rel=1e-3), pytest.approx(active, rel=3e-3))
