@@ -25,6 +25,8 @@ from rltool.models.memory import parameters_of
 from rltool.models.pictures import Place, check_places, places_of, token_axes
 from rltool.models.registry import FAMILIES, family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
+from tests.e2e import test_sglang_experts, test_vllm_families
+from tests.e2e.megatron_models import KINDS, WITH_TOWER, architecture_of, definition_of
 
 
 def hf_config(architecture: str = "Qwen2ForCausalLM", **changes):
@@ -160,6 +162,17 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
             assert ("ep" in family.layouts) == (built.num_experts > 0), architecture
     named = [architecture for family in FAMILIES for architecture in family.architectures]
     assert sorted(named) == supported_architectures(), "none is built twice"
+
+
+def test_every_architecture_and_engine_that_is_named_is_one_that_tests_compare_with_transformers():
+    """Those with a tower are tested as their text models are; conversion has them whole."""
+    towers = {f"{name}ForConditionalGeneration" for name in WITH_TOWER.values()}
+    assert {architecture_of(kind) for kind in KINDS} | towers == set(supported_architectures())
+    assert list(test_vllm_families.KINDS) == list(KINDS) and all("vllm" in family.engines for family in FAMILIES)
+    in_sglang = {definition_of(kind).architectures for kind in (*test_sglang_experts.SERVED, "qwen2")}
+    said = {family.architectures for family in FAMILIES if "sglang" in family.engines}
+    partly = {family.architectures for family in FAMILIES if family.no_sglang}
+    assert said <= in_sglang <= said | partly and not said & partly
 
 
 @pytest.mark.parametrize(
