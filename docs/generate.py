@@ -99,6 +99,9 @@ The router of experts adds no auxiliary loss and drops no token; its correction 
 With `trainer.tensor_parallel` above 1 a model with experts needs `trainer.sequence_parallel`.
 Multi-token-prediction layers and vision towers are neither trained nor sent to engines; conversion and export hand
 them on unchanged.
+Files in FP8 with blocks of 128 x 128 (`quant_method` "fp8") are read as bfloat16 in every family, and exports are
+bfloat16; `convert-ckpt --to hf --quantization fp8` writes FP8 again.
+A run does not start engines on quantised files: convert them first.
 
 A family of your own: [extending.md](extending.md#adding-a-model-family).
 """

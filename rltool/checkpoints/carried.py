@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rltool.models.hf_directory import HFTensors
-from rltool.models.mxfp4 import unquantized
+from rltool.models.quantized import unquantized
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import CARRIED, files_with_carried
 
@@ -39,8 +39,8 @@ def carried_files(source: Path) -> list[Path]:
 def carry(
     source: Path, target: Path, *, dtype: str, quantization: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Copies them; config.json gets the dtype and the quantization_config of the weights beside it, and no longer names
-    MXFP4, which is not written. Returns the names."""
+    """Copies them; config.json gets the dtype and the quantization_config of the weights beside it, and no longer
+    names what the source was quantised to. Returns the names."""
     files = carried_files(source)
     for path in files:
         shutil.copyfile(path, target / path.name)

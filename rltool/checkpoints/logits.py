@@ -16,9 +16,13 @@ from rltool.megatron.packing import pack
 from rltool.megatron.runtime import Runtime
 from rltool.models.base import EMBEDDING, Family, Parameter
 from rltool.models.hf_directory import HFTensors
+from rltool.models.quantized import unquantized
+from rltool.models.registry import read_hf_config
 
 Read = Callable[[Parameter], Tensor]
 """The merged tensor of a parameter."""
+UNDER_ANOTHER_NAME = {"kimi_k2": "deepseek_v3"}
+"""model_type of config.json that transformers does not know -> the one of the same model that it does."""
 
 
 @torch.no_grad()
@@ -64,7 +68,12 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     # Not left out: without the word transformers asks on the terminal whether code of the directory may run.
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = read_hf_config(directory)
+    if (known := UNDER_ANOTHER_NAME.get(config.get("model_type", ""))) is not None:
+        settings = {key: value for key, value in config.items() if key not in ("model_type", "auto_map")}
+        config = AutoConfig.for_model(known, **unquantized(settings))
+    else:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     # transformers' "sdpa" refuses sinks, and leaves scores uncapped without a word.
     attend = "eager" if family.attention.sinks or family.attention.softcap is not None else "sdpa"
     # Of Qwen3-VL transformers has no language model with its head but in the whole, whose tower does not run on text.

@@ -34,7 +34,7 @@ def compare_tensors(plan: ExportPlan, read: Read, hf_directory: Path) -> int:
     first.
     """
     count = 0
-    with HFTensors(hf_directory) as tensors:
+    with HFTensors(hf_directory, fp8=plan.quantization is not None) as tensors:
         for meta, found in plan.made(read):
             dtype = dtype_of(meta.dtype)
             expected = tensors.read(meta.name).to(dtype)

@@ -212,9 +212,14 @@ def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
 
 def _in_fp8(order: Order, model: str, own: str | None) -> Order:
     from rltool.megatron.fp8 import quantization_config
+    from rltool.models.quantized import AS_BFLOAT16, format_of
     from rltool.models.registry import family_for, read_hf_config
 
-    return order.quantized(model, quantization_config(family_for(read_hf_config(order.models[model].path), own)))
+    path = order.models[model].path
+    config = read_hf_config(path)
+    if (found := format_of(config)) is not None:
+        raise UsageError(f"--quantization fp8: {path} is in {found} already; {AS_BFLOAT16}, or leave the flag out")
+    return order.quantized(model, quantization_config(family_for(config, own)))
 
 
 def _log(line: str) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltool.config.base import is_table
 from rltool.engines.transfer import fp8
 from rltool.engines.types import TensorMeta
 from rltool.errors import UsageError
@@ -16,13 +15,6 @@ from rltool.megatron.export_plan import Export, ExportPlan
 from rltool.models.adapters import target_of
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
 from rltool.models.decoder import TOWER
-
-
-def is_fp8(config: dict[str, Any]) -> bool:
-    """Whether this config.json, or an engine's, is of weights in FP8 with blocks of 128 x 128."""
-    found: Any = config.get("quantization_config")
-    blocks = [fp8.BLOCK, fp8.BLOCK]
-    return is_table(found) and found.get("quant_method") == "fp8" and found.get("weight_block_size") == blocks
 
 
 def linears_of(family: Family) -> Collection[str]:

@@ -80,6 +80,7 @@ class Parameter:
     experts: its HF tensor is one for so many experts, along a first dimension of its own, and this is the part of
         expert `expert`; 0: it is this parameter's alone
     transposed: HF's matrix is [inputs, outputs]
+    latent: of latent attention's product of keys and values, a head's rows of each; empty: it is another parameter
     """
 
     name: str
@@ -96,6 +97,7 @@ class Parameter:
     keeps_fp32: bool = False
     experts: int = 0
     transposed: bool = False
+    latent: tuple[int, int] | tuple[()] = ()
 
     @property
     def ends_tensors(self) -> bool:

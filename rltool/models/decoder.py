@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rltool.errors import UsageError
 from rltool.models.base import EMBEDDING, FINAL_NORM, HEAD, Attention, DeltaNet, Family, Interleaved, Parameter
+from rltool.models.quantized import is_fp8
 from rltool.models.rope import rope_settings, rotary
 
 BEFORE_ATTENTION, BEFORE_MLP = "input_layernorm.weight", "pre_mlp_layernorm.weight"
@@ -154,7 +155,9 @@ def decoder(config: dict[str, Any], variant: Variant = Variant()) -> Family:
 
     UsageError for what config.json lacks or asks for and is not implemented.
     """
-    refuse(config, attention_dropout=0.0, quantization_config=None)
+    refuse(config, attention_dropout=0.0)
+    if not is_fp8(config):
+        refuse(config, quantization_config=None)
     layers, hidden, heads, vocab = require(
         config, "num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size"
     )
@@ -356,12 +359,12 @@ def _latent(config: dict[str, Any], variant: Variant) -> Part:
                 norm("q_layernorm", "q_a_layernorm", latent.query_rank),
                 product("linear_q_up_proj", "q_b_proj", query, 0, interleaved=turned(latent.head)),
             ]
-        down = latent.rank + latent.rotary
+        down, parts = latent.rank + latent.rotary, (latent.plain, latent.value)
         return [
             *queries,
             product("linear_kv_down_proj", "kv_a_proj_with_mqa", (down, hidden), interleaved=turned(down)),
             norm("kv_layernorm", "kv_a_layernorm", latent.rank),
-            product("linear_kv_up_proj", "kv_b_proj", (heads * (latent.plain + latent.value), latent.rank), 0),
+            product("linear_kv_up_proj", "kv_b_proj", (heads * sum(parts), latent.rank), 0, latent=parts),
             product("linear_proj", "o_proj", (hidden, heads * latent.value), 1),
         ]
 

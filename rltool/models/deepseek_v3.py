@@ -71,9 +71,11 @@ def build(config: dict[str, Any]) -> Family:
 FAMILY = FamilyDefinition(
     architectures=("DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"),
     build=build,
-    opens="DeepSeek V3 and R1, Moonlight, Kimi K2, GLM-4.7-Flash",
-    special="multi-head latent attention; sigmoid router with groups and bias, shared expert, dense layers first",
-    refuses="FP8 files; groups that do not have two chosen experts each",
+    opens="DeepSeek V3 and R1, Kimi K2, in FP8 (read as bfloat16, exported so) or not, Moonlight, GLM-4.7-Flash",
+    special="multi-head latent attention; sigmoid router with groups and bias, shared expert, dense layers first; for "
+    "norms of low-rank vectors vLLM takes rms_norm_eps (1e-5 in Moonlight and GLM-4.7-Flash), the trainer 1e-6 as "
+    "transformers: log-probabilities differ by 2e-5 in fp32",
+    refuses="groups that do not have two chosen experts each; engines that a run starts on FP8 files",
     layouts=WITH_EXPERTS,
     no_sglang="Expected size for first two dimensions of batch2 tensor to be: [4, 192] but got: [4, 576]",
 )

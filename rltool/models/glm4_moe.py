@@ -43,7 +43,7 @@ FAMILY = FamilyDefinition(
     build=build,
     opens="GLM-4.5, 4.5-Air, 4.6, 4.7, INTELLECT-3",
     special="half of each head rotated, sigmoid router with correction bias, shared expert, dense layers first",
-    refuses="FP8 files",
+    refuses="FP8 files, which are in compressed-tensors",
     layouts=WITH_EXPERTS,
     engines=("vllm", "sglang"),
 )

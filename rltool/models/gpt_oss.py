@@ -1,5 +1,5 @@
 """gpt-oss (20b, 120b): learned attention sinks, a sliding window in every other layer, biases on every product, and
-experts with a clamped SwiGLU. Checkpoints in MXFP4 are read as bfloat16 (`mxfp4`)."""
+experts with a clamped SwiGLU. Checkpoints in MXFP4 are read as bfloat16 (`quantized`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rltool.models.base import WITH_EXPERTS, Attention, Family, FamilyDefinition
 from rltool.models.decoder import Variant, decoder, refuse, require, windows
 from rltool.models.experts import Router, stacked_experts
-from rltool.models.mxfp4 import unquantized
+from rltool.models.quantized import unquantized
 
 DEFAULTS = {
     "head_dim": 64,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rltool.errors import UsageError
 from rltool.models.base import Family, Parameter, check_shape
-from rltool.models.mxfp4 import BLOCKS, SCALES, Mxfp4Tensor
+from rltool.models.quantized import BLOCKS, FP8_SCALE, SCALES, Fp8Tensor, Mxfp4Tensor
 from rltool.models.tensor_files import TensorFile
 from rltool.models.weight_files import weight_files
 
@@ -62,12 +62,13 @@ class ExpertOfAll:
 class HFTensors:
     """Read access to the tensors of a Hugging Face directory, sharded or not; a tensor is read when it is asked for."""
 
-    def __init__(self, directory: Path, files: Sequence[Path] | None = None) -> None:
-        """files: those to read; None: what the directory's index names.
+    def __init__(self, directory: Path, files: Sequence[Path] | None = None, *, fp8: bool = False) -> None:
+        """files: those to read; None: what the directory's index names. fp8: matrices in FP8, and their scales, are as
+        they are stored.
 
         UsageError when there are no safetensors, or the index names a file that is missing; TensorFileDamaged."""
         self._stack = ExitStack()
-        self._owner: dict[str, TensorFile | Mxfp4Tensor | ExpertOfAll] = {}
+        self._owner: dict[str, TensorFile | Mxfp4Tensor | Fp8Tensor | ExpertOfAll] = {}
         with self._stack:
             for path in weight_files(Path(directory)) if files is None else files:
                 file = TensorFile(path)
@@ -77,6 +78,8 @@ class HFTensors:
                         raise UsageError(f"{directory}: tensor {name} stands in more than one file")
                     self._owner[name] = file
             self._join_mxfp4()
+            if not fp8:
+                self._join_fp8()
             self._split_experts()
             # Open until `close`: everything is in order.
             self._stack = self._stack.pop_all()
@@ -94,6 +97,14 @@ class HFTensors:
             if isinstance(blocks, TensorFile) and isinstance(scales, TensorFile):
                 self._owner[name] = Mxfp4Tensor(name, blocks, scales)
                 del self._owner[name + BLOCKS], self._owner[name + SCALES]
+
+    def _join_fp8(self) -> None:
+        """In place of a matrix in FP8 and its scales there is the matrix that they are."""
+        for name in [name.removesuffix(FP8_SCALE) for name in self._owner if name.endswith(FP8_SCALE)]:
+            values, scales = self._owner.get(name), self._owner[name + FP8_SCALE]
+            if isinstance(values, TensorFile) and isinstance(scales, TensorFile):
+                self._owner[name] = Fp8Tensor(name, values, scales)
+                del self._owner[name + FP8_SCALE]
 
     def _split_experts(self) -> None:
         """In place of a layer's two tensors of all experts (files of Qwen3.5) there are those of each. gpt-oss's, which

@@ -33,6 +33,13 @@ EXPERTS = (
 )  # fmt: skip
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """With gated delta nets."""
+LATENT = {
+    kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6)
+    for kind in ("deepseek_v3", "glm4_moe_lite")
+}
+"""The sizes that vLLM's attention for them is compiled for. transformers and the trainer take 1e-6 for the norms of
+low-rank vectors whatever rms_norm_eps is, vLLM takes rms_norm_eps: with 1e-5 (GLM-4.7-Flash) these norms are a relative
+2e-6 apart, and log-probabilities here 2e-5."""
 ZERO_CENTRED = ("gemma2", "gemma3", *DELTA)
 """Norms multiply by 1 + weight, but for those of a gated delta net's output."""
 FEW = (
@@ -243,8 +250,11 @@ def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
     return model.eval()
 
 
-def save_hf(directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, **options) -> Path:
-    hf_model(kind, tied, seed).save_pretrained(directory, **options)
+def save_hf(
+    directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, sizes: Any = None, **options
+) -> Path:
+    """sizes: of the model; options: of save_pretrained."""
+    hf_model(kind, tied, seed, **sizes or {}).save_pretrained(directory, **options)
     return directory
 
 

@@ -8,11 +8,13 @@ from contextlib import closing
 import psutil
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rltool.checkpoints import directory as directories
 from rltool.checkpoints import manifest
 from rltool.config.parallel import ParallelLayout
 from rltool.errors import RltoolError
+from rltool.models.weight_files import CARRIED
 from tests.e2e.megatron_models import hf_logprobs, make_trainer, policy_batch, save_hf
 from tests.e2e.test_megatron_trainer import LENGTHS, split, tensors
 
@@ -163,11 +165,41 @@ def test_checkpoint_loads_under_another_layout(ranks, saved, source, target):
     world, tp, pp = LAYOUTS[target]
     _, restored, again, _ = ranks.run(case_resume, world, path, tp, pp, batch, directory, SETTINGS)[0]
     weights, metrics, _ = first[0]
+    assert_resumed(weights, metrics, restored, again)
+
+
+def assert_resumed(weights, metrics, restored, again):
+    """Under another layout than that of the save."""
     assert all(torch.equal(weights[name], restored[name]) for name in weights)
     # The second step after the resume depends on Adam's moments, the learning rate and the first.
     assert again[1]["train/grad_norm"] == pytest.approx(metrics[1]["train/grad_norm"], rel=1e-3)
     assert again[0]["train/grad_norm"] == pytest.approx(metrics[0]["train/grad_norm"], rel=1e-5)
     assert [step["train/lr"] for step in again] == [step["train/lr"] for step in metrics]
+
+
+WITH_EXPERTS = {
+    "one": (1, {}), "pp2": (2, {"pp": 2}), "ep2": (2, {"ep": 2}),
+    "tp2": (2, {"tp": 2, "trainer": {"sequence_parallel": True}}),
+}  # fmt: skip
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(("source", "target"), [("tp2", "pp2"), ("ep2", "one"), ("pp2", "ep2"), ("one", "tp2")])
+def test_experts_latent_attention_and_sinks_resume_under_another_layout_with_adams_moments(
+    ranks, tmp_path, kind, source, target
+):
+    path, batch, directory = save_hf(tmp_path / "hf", kind, tied=False), policy_batch(LENGTHS), tmp_path / "step_2"
+
+    def run(case, layout):
+        world, options = WITH_EXPERTS[layout]
+        options = {"tp": 1, "pp": 1, **options}
+        settings = SETTINGS | {name: option for name, option in options.items() if name not in ("tp", "pp")}
+        return ranks.run(case, world, path, options["tp"], options["pp"], batch, directory, settings)[0]
+
+    weights, metrics, _ = run(case_train_and_save, source)
+    _, restored, again, _ = run(case_resume, target)
+    assert_resumed(weights, metrics, restored, again)
 
 
 def test_configured_learning_rate_wins_over_the_saved_one(ranks, saved):
@@ -242,6 +274,24 @@ def test_exported_weights_are_those_that_were_trained(ranks, tmp_path, tp, pp, t
     torch.testing.assert_close(logprobs[0], expected, rtol=0, atol=2e-5)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_layers_that_predict_more_tokens_go_through_a_runs_checkpoint_and_export_unchanged(ranks, tmp_path, kind):
+    """Behind the last layer, and apart: they keep their dtype, whatever the model's is."""
+    path, batch = save_hf(tmp_path / "hf", kind, tied=False), policy_batch(LENGTHS)
+    beginning = {"deepseek_v3": "model.layers.4.", "qwen3_next": "mtp."}[kind]
+    carried = {f"{beginning}norm.weight": torch.randn(7), f"{beginning}fc.weight": torch.randn(3, 5).bfloat16()}
+    file = path / "model.safetensors"
+    save_file(load_file(file) | carried, file, {"format": "pt"})
+    ranks.run(case_train_and_save, 1, path, 1, 1, batch, tmp_path / "step_2", SETTINGS)
+    ranks.run(case_train_and_export, 1, path, 1, 1, batch, tmp_path / "out")
+    files = (tmp_path / "out").glob("*.safetensors")
+    of_export = {name: tensor for part in files for name, tensor in load_file(part).items()}
+    for found in (load_file(tmp_path / "step_2" / CARRIED), of_export):
+        found = {name: tensor for name, tensor in found.items() if name.startswith(beginning)}
+        assert found.keys() == carried.keys()
+        assert all(found[name].dtype is t.dtype and torch.equal(found[name], t) for name, t in carried.items())
 
 
 def test_weights_load_from_a_converted_directory_and_from_a_training_checkpoint(ranks, saved, tmp_path):

@@ -15,6 +15,7 @@ from rltool.checkpoints import directory as directories
 from rltool.checkpoints.convert import hf_to_torch_dist, torch_dist_to_hf
 from rltool.checkpoints.manifest import CheckpointDamaged
 from rltool.checkpoints.verify import ConversionMismatch
+from rltool.engines.transfer import fp8
 from rltool.errors import UsageError
 from rltool.models.registry import family_for, read_hf_config
 from tests.e2e.megatron_models import DELTA, FEW, KINDS, hf_model, save_hf, save_with_tower
@@ -113,6 +114,49 @@ def test_a_source_in_mxfp4_is_converted_and_written_as_bfloat16(tmp_path):
     expected |= {name: t for name, t in others.items() if t.dtype is torch.bfloat16}
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert "quantization_config" not in json.loads((target / "config.json").read_text())
+
+
+PUBLISHED = {
+    "deepseek_v3": {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}},
+    "kimi_k2": {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "n_group": 1, "topk_group": 1},
+}
+FP8 = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_a_source_in_fp8_is_converted_and_written_as_bfloat16_with_its_predicting_layer(tmp_path, model_type):
+    """Under a config.json as DeepSeek V3's and Kimi K2's are published, which transformers knows by name or not. Of 144
+    rows and 64 columns, so blocks are not whole; scales lie apart."""
+    original = save_hf(tmp_path / "hf", "deepseek_v3", False, sizes={"intermediate_size": 144})
+    target = tmp_path / "back"
+    file, generator = original / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = {name: t if "correction_bias" in name else t.bfloat16() for name, t in load_file(file).items()}
+    tensors |= {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in BEHIND.items()}
+    stored, expected = dict(tensors), dict(tensors)
+    for name in [name for name, t in tensors.items() if t.dim() == 2 and "_proj" in name]:
+        values, scale = fp8.quantized(tensors[name])
+        scale *= torch.linspace(0.5, 2, scale.numel()).view_as(scale)
+        stored |= {name: values, f"{name}_scale_inv": scale}
+        wide = scale.repeat_interleave(128, 0)[: len(values)].repeat_interleave(128, 1)[:, : values.shape[1]]
+        expected[name] = (values.float() * wide).bfloat16()
+    assert sum(name.endswith("_scale_inv") for name in stored) > 50
+    save_file(stored, file, {"format": "pt"})
+    config = json.loads((original / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key != "rope_interleave"}
+    named = {"model_type": model_type, "torch_dtype": "bfloat16", "ep_size": 1, "seq_aux": True, "aux_loss_alpha": 1e-3}
+    rope = {key: value for key, value in config.pop("rope_parameters").items() if key != "rope_type"}
+    named |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope | {"type": "yarn"}, "pretraining_tp": 1}
+    config.pop("dtype")
+    config |= PUBLISHED[model_type] | named | {"quantization_config": FP8}
+    (original / "config.json").write_text(json.dumps(config))
+
+    done = hf_to_torch_dist(original, tmp_path / "dist")
+    assert done.dtype == "bfloat16" and done.tensors_equal == done.tensors and done.logit_difference < 1e-4
+    assert torch_dist_to_hf(tmp_path / "dist", target).logit_difference < 1e-4
+    found = weights(target)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    after = json.loads((target / "config.json").read_text())
+    assert "quantization_config" not in after and after["torch_dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("kind", [in_time(kind, long=True) for kind in KINDS])

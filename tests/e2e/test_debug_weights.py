@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.checksums import EMPTY, Checksums
 from tests.e2e.commands import completed
 from tests.e2e.engines import RunningEngine, serving_vllm
-from tests.e2e.megatron_models import save_hf
+from tests.e2e.megatron_models import LATENT, save_hf
 from tests.e2e.weights import Sender, perturbed_model, tensors_of
 from tests.tiny_models import write_tiny_tokenizer
 
@@ -98,6 +99,43 @@ def test_a_difference_in_what_vllm_has_packed_is_found_by_values(held, debug_wei
 def test_an_engine_equals_itself(held, debug_weights, vllm_engine_tied):
     code, said = debug_weights("--engine", vllm_engine_tied.url)
     assert code == 0 and "the same weights as" in said, said
+
+
+@pytest.mark.long
+def test_what_vllm_decodes_latent_attention_with_is_compared_and_is_of_the_weights_that_came_last(rltool, tmp_path):
+    """Nothing is left out but what vLLM has packed for a CPU: linear layers, which have no bytes any more, and
+    experts."""
+    sizes = LATENT["deepseek_v3"] | {"hidden_size": 128, "num_attention_heads": 4}
+    first, then = (save_hf(tmp_path / f"{seed}", "deepseek_v3", False, seed, sizes) for seed in (1, 2))
+    write_tiny_tokenizer(first), write_tiny_tokenizer(then)
+    half = shutil.copytree(then, tmp_path / "half")
+    [file] = half.glob("*.safetensors")
+    product = "model.layers.1.self_attn.kv_b_proj.weight"
+    save_file(load_file(file) | {product: load_file(first / file.name)[product]}, file, metadata={"format": "pt"})
+    with serving_vllm(first, tmp_path, extra_args=("--attention-backend", "CPU_MLA")) as engine:
+
+        async def sent() -> Checksums:
+            async with EngineClient() as client:
+                await Sender(client, engine).gloo(load_file(then / file.name), "sent")
+                return await client.checksums(engine.endpoint, timeout=60.0) or {}
+
+        def compared(checkpoint: Path) -> tuple[int, str]:
+            words = ("debug", "weights", engine.url, "--key-file", str(engine.endpoint.key_file), "--checkpoint")
+            return rltool(*words, str(checkpoint))
+
+        code, said = compared(first)
+        assert code == 0, said
+        checksums = asyncio.run(sent())
+        packed = sum(digest == EMPTY or ".experts.routed" in name for name, digest in checksums.items())
+        derived = [name for name in checksums if "W_U" in name]
+        assert len(derived) == 2 * 4 and all(checksums[name] != EMPTY for name in derived)
+        code, said = compared(then)
+        assert code == 0, said
+        counts = re.search(r"(\d+) of (\d+) parameters are bit-equal; (\d+) more cannot", said)
+        assert counts is not None and list(map(int, counts.groups())) == [len(checksums) - packed] * 2 + [packed], said
+        assert compared(first)[0] == 1
+        code, said = compared(half)
+        assert code == 1 and "model.layers.1.self_attn.mla_attn.mla_attn.W_U" in said, said
 
 
 @pytest.mark.long

@@ -14,8 +14,9 @@ import torch
 from rltool.checkpoints.convert import to_fp8
 from rltool.engines.client import EngineClient
 from rltool.engines.transfer import fp8
-from rltool.megatron.fp8 import fp8_plan, is_fp8, quantization_config
+from rltool.megatron.fp8 import fp8_plan, quantization_config
 from rltool.models.hf_directory import HFTensors
+from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for, read_hf_config
 from rltool.quickstart.tiny_model import make_tiny_model
 from tests.e2e.engines import serving_vllm
@@ -52,7 +53,7 @@ def dequantize(model, tensors):
     """What an engine computes with, but for its own rounding."""
     for name, parameter in model.named_parameters():
         scale = tensors.get(name + fp8.SCALE)
-        parameter.copy_(tensors[name].float() if scale is None else fp8.dequantized(tensors[name], scale))
+        parameter.copy_(tensors[name].float() if scale is None else dequantized_fp8(tensors[name], scale))
     return model
 
 

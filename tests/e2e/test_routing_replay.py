@@ -18,10 +18,10 @@ from tests.e2e.test_parallelism import LENGTHS, OPTIONS, assert_same_gradients, 
 pytestmark = pytest.mark.e2e
 
 LAYERS, NONE = 4, 255
-KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "qwen2_moe")
-"""Both ways to weight by softmax; sigmoid with bias, groups and scaling, behind a dense layer; a router's bias and
-experts with biases; one norm over all heads; a dense layer between, a shared expert with a gate."""
-LONG = ("gpt_oss", "olmoe", "qwen2_moe")
+KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
+"""Both ways to weight by softmax; sigmoid with bias, scaling, and with groups or none, behind a dense layer; a router's
+bias and experts with biases; one norm over all heads; a dense layer between, a shared expert with a gate."""
+LONG = ("glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 PARAMETERS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 REPLAY = {**OPTIONS, "algorithm": {**OPTIONS["algorithm"], "routing_replay": True}}
 LAYOUTS = {

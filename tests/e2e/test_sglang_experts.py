@@ -38,7 +38,10 @@ def model_in(directory: Path, kind: str, seed: int):
     return model
 
 
-@pytest.mark.parametrize("kind", [*KINDS, *OTHERS])
+SERVED = (*KINDS, *OTHERS)
+
+
+@pytest.mark.parametrize("kind", SERVED)
 def test_after_each_of_two_syncs_sglang_computes_with_the_weights_that_were_sent(kind, tmp_path, monkeypatch):
     models = {seed: model_in(tmp_path / str(seed), kind, seed) for seed in range(3)}
     sent = {model: load_file(tmp_path / str(seed) / "model.safetensors") for seed, model in models.items()}

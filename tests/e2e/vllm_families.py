@@ -51,6 +51,7 @@ from tests.e2e.megatron_models import (
     DELTA,
     EXPERTS,
     KINDS,
+    LATENT,
     VOCAB,
     WITH_TOWER,
     hf_logprobs,
@@ -71,13 +72,6 @@ Tensors = dict[str, torch.Tensor]
 
 
 TIED = ("qwen2", "gemma2", "gemma3", "smollm3")
-LATENT = {
-    kind: dict(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rms_norm_eps=1e-6)
-    for kind in ("deepseek_v3", "glm4_moe_lite")
-}
-"""The sizes that vLLM's attention for them is compiled for. transformers and the trainer take 1e-6 for the norms of
-low-rank vectors whatever rms_norm_eps is, vLLM takes rms_norm_eps: with 1e-5 (GLM-4.7-Flash) these norms are a relative
-2e-6 apart, and log-probabilities here 2e-5."""
 IN_BF16 = DELTA
 """vLLM 0.32 on a CPU: "CPU GDN attention requires BF16". Weights are rounded to it first."""
 SIZES = LATENT | {kind: dict(linear_key_head_dim=128, linear_value_head_dim=128) for kind in DELTA}

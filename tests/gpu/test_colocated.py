@@ -36,6 +36,8 @@ FAMILIES = {
     | {"num_key_value_heads": 16, "sliding_window": 64},
 }
 """Shape -> what of it is smaller here: heads and experts have their sizes."""
+PARAMETERS = {"30B-A3B": 20, "moonlight": 44, "gpt-oss-20b": 29, "olmo3-7B": 35}
+"""Of these in vLLM: what it fuses is one, and latent attention has two more a layer that it makes itself."""
 
 
 class Job:
@@ -112,12 +114,12 @@ def test_sigterm_to_the_process_group_after_the_last_step_gives_the_memory_back(
 
 @pytest.mark.parametrize("shape", FAMILIES)
 def test_a_familys_engine_has_the_trainers_bytes_after_two_syncs_over_ipc(tmp_path, monkeypatch, shape):
-    """`debug weights --run` beside the run: digests of every parameter, experts as vLLM stacks them included."""
+    """`debug weights --run` beside the run: digests of every parameter, experts as vLLM stacks them included, and none
+    left out."""
     monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | FAMILIES[shape] | {"vocab_size": 8192})
     groups = '[{count=1,engines_per_gpu=1,flags=["--enforce-eager"]}]'
     more = {"steps": "100000", "engines.groups": groups, "weights.transport": '"ipc"', "optimizer.lr": "1e-4"}
-    compared = compare_beside(Job(tmp_path, 1, **more))
-    assert compared > 5 * FAMILIES[shape]["num_hidden_layers"], "attention, norms and experts of each layer"
+    assert compare_beside(Job(tmp_path, 1, **more)) == (PARAMETERS[shape], 0)
 
 
 def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, small_model):
@@ -127,14 +129,15 @@ def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(t
         "optimizer.lr": "1e-3",
     }  # fmt: skip
     job = Job(tmp_path, 2, **more)
-    assert compare_beside(job) == 2 * 7 * 4
+    assert compare_beside(job)[0] == 2 * 7 * 4
     steps = job.steps()
     print([{name: value for name, value in step.items() if "sync" in name or "wake" in name} for step in steps])
     assert {step["rollout/engines_serving"] for step in steps} == {2}
 
 
-def compare_beside(job: Job) -> int:
-    """How many parameters of an engine were compared with the trainer's after three steps: all are bit-equal."""
+def compare_beside(job: Job) -> tuple[int, int]:
+    """How many parameters of an engine were compared with the trainer's after three steps, which all are bit-equal, and
+    how many could not be."""
     process = job.start(*job.words)
     try:
         ends = time.monotonic() + 600
@@ -155,4 +158,5 @@ def compare_beside(job: Job) -> int:
     assert pairs and all(equal == compared for equal, compared in pairs)
     assert all(max(step[name] for step in steps) < limit for name, limit in DIFFERENCES.items())
     assert len({step["weight_version"] for step in steps[:3]}) == 3
-    return pairs[0][1]
+    left_out = re.search(r"(\d+) more cannot be compared", found.stdout)
+    return pairs[0][1], int(left_out[1]) if left_out else 0

@@ -37,6 +37,10 @@ _EXPERTS = re.compile(r"\.experts\.(w13|w2)_(weight|bias)$")
 BY_EXPERT = " by expert"
 """Behind the name of a parameter of experts: its digests where each rank has some experts (expert parallelism), in
 place of a part of each."""
+IN_FP32 = " in fp32"
+"""Behind a router's name: its digests in an engine that keeps it in fp32 whatever the model's dtype."""
+DERIVED = ".mla_attn.mla_attn."
+"""In vLLM's names of what it makes of latent attention's product of keys and values, and decodes with."""
 _TENSOR_PARALLEL = re.compile(r"(?:^|:)tp(\d+)$")
 
 DigestKind = Literal["sha256", "sha256_64", "sglang_cuda"]
@@ -92,7 +96,8 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
     stages, hold the same of what they hold.
 
     How an engine arranges experts depends on its kernel, which it does not report. A kind of parameter (w13_weight) is
-    compared if one of its layers agrees: the others are arranged alike.
+    compared if one of its layers agrees: the others are arranged alike. A router is compared in either dtype. What is
+    DERIVED other engines do not have.
     """
     found: dict[str, str] = {}
     held: set[str] = set()
@@ -104,7 +109,8 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
         if parameter in implied and (place := _TENSOR_PARALLEL.search(rank)) is not None:
             held.add(parameter)
             if (cut := _EXPERTS.search(parameter)) is None:
-                found[key] = implied[parameter][int(place[1])]
+                either = [implied[name][int(place[1])] for name in (parameter, parameter + IN_FP32) if name in implied]
+                found[key] = engine[key] if engine[key] in either else either[0]
             else:
                 of_experts.setdefault(cut[0], []).append((key, parameter, int(place[1])))
     for stacked in of_experts.values():
@@ -113,7 +119,8 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
             if any(engine[key] == digest for key, digest in digests.items()):
                 found |= digests
                 break
-    names = (name for name in implied if name not in held and not name.endswith(BY_EXPERT))
+    others = (name for name in implied if not name.endswith((BY_EXPERT, IN_FP32)) and DERIVED not in name)
+    names = (name for name in others if name not in held)
     return found | {name: implied[name][0] for name in names}
 
 

@@ -33,10 +33,3 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.where(largest > 0, largest / _LARGEST, 1.0)
     values = (blocks / scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale
-
-
-def dequantized(values: Tensor, scale: Tensor) -> Tensor:
-    """What `quantized` gives -> [outputs, inputs] float32: what the layer multiplies with."""
-    rows, columns = values.shape
-    wide = scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
-    return values.float() * wide

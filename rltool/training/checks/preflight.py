@@ -23,8 +23,7 @@ from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
-from rltool.megatron.fp8 import is_fp8
-from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
+from rltool.models.quantized import AS_BFLOAT16, is_fp8, is_mxfp4
 from rltool.models.rope import longest_of
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers

@@ -29,7 +29,7 @@ from rltool.models.base import Family
 from rltool.models.experts import check_grouped_products, check_router_bias
 from rltool.models.hf_directory import HFTensors, check_tensors
 from rltool.models.layout import check_layout
-from rltool.models.mxfp4 import AS_BFLOAT16, is_mxfp4
+from rltool.models.quantized import AS_BFLOAT16, format_of
 from rltool.models.registry import family_for, load_family, read_hf_config
 from rltool.rollout.data import data_summary, load_prompts
 from rltool.rollout.data.gym import check_held_out
@@ -115,9 +115,10 @@ def check_model(config: TrainConfig) -> None:
             f"model.family = {own!r} builds {', '.join(load_family(own).architectures)}, but {config.model.path} is a "
             f"{family.architecture}"
         )
-    if config.needs_engines and config.engines.mode != "external" and is_mxfp4(hf_config):
+    quantised = format_of(hf_config)
+    if config.needs_engines and config.engines.mode != "external" and quantised:
         raise UsageError(
-            f"model.path: {config.model.path} is in MXFP4, and engines that serve it take no bfloat16 weights; "
+            f"model.path: {config.model.path} is in {quantised}, and engines that serve it take no bfloat16 weights; "
             f"{AS_BFLOAT16}"
         )
     check_layout(

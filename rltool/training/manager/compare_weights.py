@@ -26,10 +26,13 @@ from rltool.engines.dialects.checksums import Compared, ParameterLayout, compare
 from rltool.engines.dialects.table import dialect, inspects
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.disaggregation import samples_alone
+from rltool.engines.transfer.wire import dtype_of
 from rltool.engines.types import EngineInfo, GenerateRequest, SamplingParams
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan
+from rltool.megatron.fp8 import fp8_plan
 from rltool.models.hf_directory import HFTensors
+from rltool.models.quantized import is_fp8
 from rltool.models.registry import dtype_in, family_for, read_hf_config
 from rltool.training.checks.preflight import with_model_config
 from rltool.weights.verify.implied_checksums import implied_checksums, layout_of, why_no_checksums
@@ -80,7 +83,7 @@ async def _with_directory(engine: EngineEndpoint, directory: Path, tolerance: fl
         if isinstance(layout, str):
             parameters: Compared | str = layout
         else:
-            plan = full_plan(family, getattr(torch, dtype))
+            plan = fp8_plan(family) if is_fp8(info.model_config) else full_plan(family, getattr(torch, dtype))
             implied = await asyncio.to_thread(checksums_of_directory, directory, plan, layout)
             parameters = compare(checksums, with_ranks(checksums, implied))
         allowed = check_tolerance(tolerance, "float32", info.dtype, info.device)
@@ -134,7 +137,8 @@ def _alike(info: EngineInfo, other: EngineInfo) -> bool:
 def checksums_of_directory(directory: Path, plan: ExportPlan, layout: ParameterLayout) -> dict[str, tuple[str, ...]]:
     """An engine's digests of its parameters for the tensors of a Hugging Face directory."""
     with HFTensors(directory) as tensors:
-        names = (meta.name for meta in plan.tensors)
+        # What is in FP8 is not compared, nor its scales.
+        names = (meta.name for meta in plan.tensors if dtype_of(meta.dtype).itemsize > 1 and meta.name in tensors.names)
         return implied_checksums(plan, ((name, tensors.read(name)) for name in names), layout)
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from rltool.engines.dialects.checksums import (
     BY_EXPERT,
+    DERIVED,
+    IN_FP32,
     Checksums,
     ParameterLayout,
     parts_of_parameters,
@@ -28,17 +30,10 @@ VOCABULARY_MULTIPLE = 64
 
 def _rules(plan: ExportPlan) -> dict[str, Parameter]:
     """Name -> the parameter by which tensor parallelism cuts the tensor, in the plan's order. Without quantised tensors
-    and their scales, which engines arrange for their kernels, and without routers that have a bias in fp32, which some
-    engines keep in fp32 themselves."""
-    biases = {export.parameter.layer for export in plan.exports if export.parameter.keeps_fp32}
-
-    def is_compared(parameter: Parameter) -> bool:
-        return not (parameter.layer in biases and parameter.name.endswith(".router.weight"))
-
-    plain = (export for export in plan.exports if is_compared(export.parameter))
+    and their scales, which engines arrange for their kernels."""
     return {
         meta.name: export.parameter
-        for export in plain
+        for export in plan.exports
         for meta in export.tensors
         if (meta.name, meta.shape) in export.parameter.hf and dtype_of(meta.dtype).itemsize > 1
     }
@@ -49,7 +44,9 @@ def implied_checksums(
 ) -> dict[str, tuple[str, ...]]:
     """The engine's name of a parameter -> its digest on each tensor-parallel rank: of the bytes in the layout's dtype,
     with projections that engines keep in one matrix below each other, and embeddings padded. Experts stand below each
-    other too, cut by tensor parallelism, and under the name with BY_EXPERT as expert parallelism deals them out.
+    other too, cut by tensor parallelism, and under the name with BY_EXPERT as expert parallelism deals them out. A
+    router stands under the name with IN_FP32, too, and beside latent attention's product of keys and values what is
+    DERIVED of it.
 
     tensors: the plan's by name, in any order, on any device. Those whose cut is not known, and those that the ranks do
     not divide evenly, are passed over. At most the parts of parameters that are not complete yet are held,
@@ -73,6 +70,8 @@ def implied_checksums(
         # host: there are many.
         waits_on = device if rule.expert is None else torch.device("cpu")
         held[name] = tensor.detach().to(device=waits_on, dtype=rule.dtype(dtype), copy=len(parts[parameter]) > 1)
+        either = rule.name.endswith(".router.weight") and dtype != torch.float32
+        in_fp32 = tensor.detach().to(device=device, dtype=torch.float32) if either else None
         del tensor  # else what it was gathered in stays while there is a next one
         if len(held) < len(parts[parameter]):
             continue
@@ -84,6 +83,12 @@ def implied_checksums(
 
         if not (rule.experts and rule.shard_dim is None and ranks > 1):  # vLLM's first rank has that bias
             digests[parameter] = of_ranks(*(_shards(rule, part, ranks) for rule, part in in_order))
+        if rule.latent:
+            halves = zip(*(_absorbed(rule, shard) for shard in _shards(rule, held[name], ranks)), strict=True)
+            for own, shards in zip(("W_UK_T", "W_UV"), halves, strict=True):
+                digests[parameter.removesuffix(".kv_b_proj.weight") + DERIVED + own] = of_ranks(shards)
+        if in_fp32 is not None:
+            digests[parameter + IN_FP32] = of_ranks([in_fp32] * ranks)
         if rule.expert is not None and ranks > 1 and plan.num_experts % ranks == 0:
             whole = _joined([_stacked(rule, part) for rule, part in in_order])
             digests[parameter + BY_EXPERT] = of_ranks(whole.chunk(ranks))
@@ -123,6 +128,13 @@ def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
         else:
             count = _distinct(rule, tensor.shape, ranks)
             yield tensor.chunk(count, dim=rule.shard_dim)[rank * count // ranks]
+
+
+def _absorbed(rule: Parameter, shard: Tensor) -> tuple[Tensor, Tensor]:
+    """A rank's rows of latent attention's product of keys and values -> vLLM's W_UK_T [heads, key, rank] and W_UV
+    [heads, rank, value] (MLAAttention.process_weights_after_loading)."""
+    keys, values = shard.view(-1, sum(rule.latent), shard.shape[-1]).split(list(rule.latent), dim=1)
+    return keys, values.transpose(1, 2)
 
 
 def _stacked(rule: Parameter, tensor: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ def _of_parameters(compared: Compared) -> list[str]:
     if compared.ranks > 1:
         lines[0] += f" (over {compared.ranks} ranks)"
     if compared.unknown:
-        lines[0] += f"; {len(compared.unknown)} more cannot be compared (packed, fused or named otherwise)"
+        lines[0] += f"; {len(compared.unknown)} more cannot be compared (packed, derived or named otherwise)"
     if differing:
         rest = len(differing) - NAMED
         named = ", ".join(differing[1:NAMED])

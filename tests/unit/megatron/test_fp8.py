@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from rltool.cli import main
 from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
+from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer import fp8
 from rltool.engines.transfer.wire import tensor_bytes
 from rltool.errors import UsageError
 from rltool.megatron.export_plan import full_plan
-from rltool.megatron.fp8 import fp8_plan, is_fp8, linears_of, quantization_config
+from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
+from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
+from rltool.training.manager.compare_weights import checksums_of_directory
+from rltool.weights.verify.implied_checksums import implied_checksums
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
 
 WIDE = {
@@ -31,7 +39,7 @@ def test_a_block_uses_the_whole_range_and_every_number_is_the_nearest_one(shape)
     values, scale = fp8.quantized(matrix)
     assert values.dtype is torch.float8_e4m3fn and scale.dtype is torch.float32
     assert values.shape == shape and scale.shape == fp8.scale_shape(shape)
-    found = fp8.dequantized(values, scale)
+    found = dequantized_fp8(values, scale)
     for row in range(scale.shape[0]):
         for column in range(scale.shape[1]):
             block = (slice(row * 128, row * 128 + 128), slice(column * 128, column * 128 + 128))
@@ -47,7 +55,7 @@ def test_zeros_stay_zeros_and_powers_of_two_are_exact():
     matrix[:, 128:] = torch.tensor([448.0, 224.0, -1.75, 2.0**-9]).repeat(32)
     values, scale = fp8.quantized(matrix.bfloat16())
     assert scale.tolist() == [[1.0, 1.0]]
-    assert torch.equal(fp8.dequantized(values, scale), matrix)
+    assert torch.equal(dequantized_fp8(values, scale), matrix)
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in REFUSED])
@@ -88,6 +96,40 @@ def test_of_every_family_the_linear_layers_are_quantised_and_the_rest_is_named(k
 def test_a_family_that_engines_cannot_hold_so_is_refused_by_name(kind, sizes, message):
     with pytest.raises(UsageError, match=message):
         fp8_plan(family_of(kind, **sizes))
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Of Qwen3's smallest that has whole blocks, in FP8, and its weights in bfloat16."""
+    family = family_of("qwen3", **WIDE)
+    generator = torch.Generator().manual_seed(0)
+    state = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in family.hf_tensors()}
+    made = fp8_plan(family).made(lambda parameter: parameter.merge([state[name] for name, _ in parameter.hf]))
+    save_file({meta.name: tensor.contiguous() for meta, tensor in made}, tmp_path / "model.safetensors")
+    config = {**hf_config("qwen3", False, **WIDE).to_dict(), "architectures": ["Qwen3ForCausalLM"]}
+    config["quantization_config"] = quantization_config(family)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path, family, state
+
+
+def test_a_directory_in_fp8_tells_of_an_engine_in_fp8_what_is_not_quantised(directory):
+    """What the engine has in FP8 is neither equal to what is read as bfloat16, nor different."""
+    path, family, state = directory
+    layout = ParameterLayout("bfloat16")
+    found = checksums_of_directory(path, fp8_plan(family), layout)
+    whole = implied_checksums(full_plan(family, torch.bfloat16), state.items(), layout)
+    assert found == {name: whole[name] for name in found}
+    assert {name for name in whole if "norm" in name} | {"lm_head.weight", "model.embed_tokens.weight"} == set(found)
+    read = checksums_of_directory(path, full_plan(family, torch.bfloat16), layout)
+    assert read.keys() == whole.keys() and read["model.norm.weight"] == whole["model.norm.weight"]
+
+
+def test_engines_do_not_quantise_what_is_in_fp8_already(directory, capsys):
+    (directory[0] / "tokenizer.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        main(["serve-engines", str(directory[0]), "--quantization", "fp8", "--device", "cpu"])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ended.value.code == 2 and "is in FP8 already" in said and "convert-ckpt" in said
 
 
 MANAGED = ["model.path=/m", 'engines.mode="managed"', 'engines.quantization="fp8"']

@@ -21,9 +21,12 @@ from rltool.models.base import (
     padded_vocabulary,
 )
 from rltool.models.decoder import Variant, decoder
+from rltool.models.memory import parameters_of
 from rltool.models.pictures import Place, check_places, places_of, token_axes
 from rltool.models.registry import FAMILIES, family_for, read_hf_config, supported_architectures
 from rltool.models.rope import inverse_frequencies, rope_settings
+from tests.e2e import test_sglang_experts, test_vllm_families
+from tests.e2e.megatron_models import KINDS, WITH_TOWER, architecture_of, definition_of
 
 
 def hf_config(architecture: str = "Qwen2ForCausalLM", **changes):
@@ -159,6 +162,17 @@ def test_every_family_says_what_it_opens_and_whether_it_has_experts():
             assert ("ep" in family.layouts) == (built.num_experts > 0), architecture
     named = [architecture for family in FAMILIES for architecture in family.architectures]
     assert sorted(named) == supported_architectures(), "none is built twice"
+
+
+def test_every_architecture_and_engine_that_is_named_is_one_that_tests_compare_with_transformers():
+    """Those with a tower are tested as their text models are; conversion has them whole."""
+    towers = {f"{name}ForConditionalGeneration" for name in WITH_TOWER.values()}
+    assert {architecture_of(kind) for kind in KINDS} | towers == set(supported_architectures())
+    assert list(test_vllm_families.KINDS) == list(KINDS) and all("vllm" in family.engines for family in FAMILIES)
+    in_sglang = {definition_of(kind).architectures for kind in (*test_sglang_experts.SERVED, "qwen2")}
+    said = {family.architectures for family in FAMILIES if "sglang" in family.engines}
+    partly = {family.architectures for family in FAMILIES if family.no_sglang}
+    assert said <= in_sglang <= said | partly and not said & partly
 
 
 @pytest.mark.parametrize(
@@ -402,6 +416,49 @@ def latent_config(**changes):
     sizes = dict(q_lora_rank=6, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=8)
     experts = dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, moe_intermediate_size=8)
     return hf_config("DeepseekV3ForCausalLM", **sizes, **experts, first_k_dense_replace=1, **changes)
+
+
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "torch_dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "transformers_version": "4.33.1",
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "ep_size": 1,
+    "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True,
+    "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-06, "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "tie_word_embeddings": False, "topk_group": 4, "topk_method": "noaux_tc", "use_cache": True, "v_head_dim": 128,
+    "vocab_size": 129280,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+KIMI_K2 = DEEPSEEK_V3 | {
+    "model_type": "kimi_k2", "aux_loss_alpha": 0.001, "bos_token_id": 163584, "eos_token_id": 163585,
+    "first_k_dense_replace": 1, "max_position_embeddings": 131072, "n_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "pretraining_tp": 1,
+    "rope_theta": 50000.0, "routed_scaling_factor": 2.827, "seq_aux": True, "topk_group": 1, "vocab_size": 163840,
+    "rope_scaling": DEEPSEEK_V3["rope_scaling"] | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
+"""The keys of the published files."""
+
+
+@pytest.mark.parametrize(
+    ("config", "total", "active", "carried"),
+    [(DEEPSEEK_V3, 671.0e9, 37.6e9, ("model.layers.61.",)), (KIMI_K2, 1026.4e9, 32.9e9, ())],
+)
+def test_a_config_in_fp8_as_it_is_published_describes_the_model_that_its_makers_count(config, total, active, carried):
+    """671 and 37 billion parameters in DeepSeek-V3's report (arXiv 2412.19437), 1 trillion and 32 billion on Kimi K2's
+    page. A token meets both matrices of the vocabulary here."""
+    family = family_for(config)
+    found = parameters_of(family)
+    assert (found.total, found.active) == (pytest.approx(total, rel=1e-3), pytest.approx(active, rel=3e-3))
+    assert family.carried == carried
 
 
 def test_rows_that_are_turned_in_neighbouring_pairs_become_halves_and_back():

@@ -10,6 +10,7 @@ import pytest
 from rltool.engines.dialects.checksums import (
     BY_EXPERT,
     EMPTY,
+    IN_FP32,
     compare,
     parts_of_parameters,
     tensor_parallel_size,
@@ -89,6 +90,15 @@ def test_experts_are_compared_where_one_layer_agrees_for_engines_arrange_them_fo
     shuffled = {key: "shuffled" for key in engine}
     found = compare(shuffled, with_ranks(shuffled, implied))
     assert (found.equal, found.differing, set(found.unknown)) == (0, {}, set(vllms))
+
+
+def test_a_router_is_compared_in_the_dtype_that_the_engine_keeps_it_in():
+    implied = {"gate.weight": ("1", "1"), f"gate.weight{IN_FP32}": ("2", "2")}
+    for ranks, equal in {("1", "1"): 1, ("2", "2"): 1, ("2", "x"): 0}.items():
+        engine = {f"tp{rank}:gate.weight": digest for rank, digest in enumerate(ranks)}
+        found = compare(engine, with_ranks(engine, implied))
+        assert (found.equal, found.unknown) == (equal, ())
+    assert found.differing == {"gate.weight": ("tp1",)}
 
 
 def test_tensor_parallel_ranks_are_counted_and_other_ranks_have_no_such_number():

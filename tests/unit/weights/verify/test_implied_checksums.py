@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rltool.engines.dialects.checksums import BY_EXPERT, ParameterLayout
+from rltool.engines.dialects.checksums import BY_EXPERT, IN_FP32, ParameterLayout, compare, with_ranks
 from rltool.engines.dialects.inspection import sglang_auto_dtype
 from rltool.engines.types import EngineInfo
 from rltool.megatron.export_plan import full_plan
@@ -128,12 +128,35 @@ def test_a_routers_bias_keeps_fp32_and_latent_queries_stand_alone():
     state, found = implied(1, "DeepseekV3ForCausalLM", "bfloat16", **experts, **sizes, moe_intermediate_size=8)
     bias = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert found[bias] == (digest(state[bias]),)
-    assert "model.layers.1.mlp.gate.weight" not in found
+    gate = "model.layers.1.mlp.gate.weight"
+    assert (found[gate], found[gate + IN_FP32]) == ((digest(state[gate].bfloat16()),), (digest(state[gate]),))
     query = "model.layers.0.self_attn.q_proj.weight"
     assert found[query] == (digest(state[query].bfloat16()),)
     state, found = implied(2, "DeepseekV3ForCausalLM", **experts, **sizes | {"q_lora_rank": 4}, moe_intermediate_size=8)
     ranks = (state[f"{ATTENTION}{name}.weight"] for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     assert found[f"{ATTENTION}fused_qkv_a_proj.weight"] == (digest(*ranks),) * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_vllm_makes_of_latent_attentions_product_is_compared_where_it_has_it(ranks):
+    """4 heads of a key of 2 and a value of 3, of a vector of 5."""
+    sizes = dict(q_lora_rank=None, kv_lora_rank=5, qk_nope_head_dim=2, qk_rope_head_dim=2, v_head_dim=3)
+    dense = dict(first_k_dense_replace=2, n_group=1, n_routed_experts=4, num_experts_per_tok=2)
+    state, found = implied(ranks, "DeepseekV3ForCausalLM", "bfloat16", **sizes, **dense)
+    heads = state[f"{ATTENTION}kv_b_proj.weight"].bfloat16().view(4, 5, 5)
+    made = {"W_UK_T": heads[:, :2], "W_UV": torch.stack([head.T for head in heads[:, 2:]])}
+    names = {name: f"{ATTENTION}mla_attn.mla_attn.{name}" for name in made}
+    for name, whole in made.items():
+        assert found[names[name]] == tuple(digest(part) for part in whole.chunk(ranks))
+
+    engine = {f"dp0:pp0:tp{rank}:{name}": found[name][rank] for name in found for rank in range(ranks)}
+    same = compare(engine, with_ranks(engine, found))
+    assert (same.equal, same.differing, same.unknown) == (len(found), {}, ())
+    key = f"dp0:pp0:tp{ranks - 1}:{names['W_UV']}"
+    other = compare(engine | {key: "x"}, with_ranks(engine | {key: "x"}, found))
+    assert list(other.differing) == [names["W_UV"]]
+    sglangs = {key: value for key, value in engine.items() if "mla_attn" not in key}
+    assert compare(sglangs, with_ranks(sglangs, found)).unknown == (), "it has none of these"
 
 
 def test_parts_of_one_parameter_may_come_apart_and_the_stream_may_use_their_memory_again():
