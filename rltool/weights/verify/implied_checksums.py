@@ -133,7 +133,7 @@ def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
 def _absorbed(rule: Parameter, shard: Tensor) -> tuple[Tensor, Tensor]:
     """A rank's rows of latent attention's product of keys and values -> vLLM's W_UK_T [heads, key, rank] and W_UV
     [heads, rank, value] (MLAAttention.process_weights_after_loading)."""
-    keys, values = shard.view(-1, sum(rule.latent), shard.shape[-1]).split(list(rule.latent), dim=1)
+    keys, values = shard.reshape(-1, sum(rule.latent), shard.shape[-1]).split(list(rule.latent), dim=1)
     return keys, values.transpose(1, 2)
 
 
