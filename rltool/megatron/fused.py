@@ -170,7 +170,7 @@ def _convolution_forward(
     position = tl.load(positions + row, mask=row < T, other=-1)
     at = row[:, None] * C + column[None, :]
     total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for back in tl.static_range(K):
+    for back in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
         seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
         total += tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32) * factor[None, :]
@@ -190,17 +190,18 @@ def _convolution_slopes(
         position = tl.load(positions + row, mask=row < T, other=-1)
         at = row[:, None] * C + column[None, :]
         total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-        for back in tl.static_range(K):
+        for back in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
             factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
             seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
             total += tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32) * factor[None, :]
         sigmoid = 1.0 / (1.0 + tl.exp(-total))
         slope = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * sigmoid * (1.0 + total * (1.0 - sigmoid))
         tl.store(slopes + at, slope, mask=inside)
-        for back in tl.static_range(K):
+        for back in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
             seen = inside & (position[:, None] >= back) & (row[:, None] >= back)
             earlier = tl.load(x + at - back * C, mask=seen, other=0.0).to(tl.float32)
-            sums += tl.where(tap[:, None] == K - 1 - back, tl.sum(slope * earlier, 0)[None, :], 0.0)
+            by_column = tl.sum(slope * earlier, 0)
+            sums += tl.where(tap[:, None] == K - 1 - back, by_column[None, :], 0.0)  # pyright: ignore[reportArgumentType]
     place = parts + tl.program_id(0) * C * K + column[None, :] * K + tap[:, None]
     tl.store(place, sums, mask=(tap[:, None] < K) & (column[None, :] < C))
 
@@ -213,7 +214,7 @@ def _convolution_backward(
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     at = row[:, None] * C + column[None, :]
     total = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    for back in tl.static_range(K):
+    for back in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         # The token that is `back` later saw this one, if it is of the same sequence.
         position = tl.load(positions + row + back, mask=row + back < T, other=-1)
         factor = tl.load(weight + column * K + (K - 1 - back), mask=column < C, other=0.0).to(tl.float32)
