@@ -86,6 +86,29 @@ def make_moments(optimizer: Any) -> None:
             each.optimizer.make_moments()
 
 
+def chained_as(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """A loaded state as this optimizer is built. With expert parallelism Megatron chains one optimizer for experts to
+    another for the rest: tensors are found under any layout, settings and steps only where they were saved."""
+    optimizers: list[Any] = getattr(optimizer, "chained_optimizers", [optimizer])
+    numbered = {key: part for key, part in loaded.items() if isinstance(key, int)}
+    rest = {key: part for key, part in loaded.items() if key not in numbered}
+    here = list(numbered.values()) if len(optimizers) > 1 else [rest]
+    saved = rest if len(optimizers) > 1 else numbered.get(0)
+    if not saved:
+        return loaded
+
+    def inner(part: dict[Any, Any]) -> dict[Any, Any]:
+        return part.get("optimizer", part)
+
+    group_step = {key: value for key, value in inner(saved)["param_groups"][0].items() if key == "step"}
+    common_step = {key: value for key, value in inner(saved).get("state", {}).items() if key == "common_step"}
+    for part, each in zip(here, optimizers, strict=True):
+        inner(part)["state"].update(common_step)
+        for group, own in zip(inner(part)["param_groups"], each.optimizer.param_groups, strict=True):
+            group.update({key: value for key, value in own.items() if key != "params"} | group_step)
+    return numbered if len(optimizers) > 1 else rest
+
+
 def keep_configured_values(loaded: dict[str, Any], optimizer: MegatronOptimizer) -> None:
     """Puts this run's learning rates, betas and eps into the parameter groups of a checkpoint that is to be loaded.
 

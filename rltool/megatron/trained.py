@@ -337,8 +337,9 @@ class TrainedModel(ABC):
     def restore(self, loaded: dict[str, Any]) -> None:
         """The inverse of `sharded_state`. Learning rate, betas and eps stay as configured, not as they were saved."""
         self.load_model_state(loaded["model"])
-        optim.keep_configured_values(loaded["optimizer"], self.optimizer)
-        self.optimizer.load_state_dict(loaded["optimizer"])
+        of_optimizer = optim.chained_as(loaded["optimizer"], self.optimizer)
+        optim.keep_configured_values(of_optimizer, self.optimizer)
+        self.optimizer.load_state_dict(of_optimizer)
         self.schedule.load_state_dict(loaded["schedule"])
         self.schedule.step(0)
 
