@@ -211,12 +211,14 @@ def test_logprobs_gradients_and_merged_weights_are_those_of_peft_in_every_layout
     assert {p.hf[0][0] for p in parameters.values()} == expected.keys()
     norm = float(torch.nn.utils.get_total_norm(list(expected.values())))
     first = None
+    # Two ranks round a sum of a gated delta net otherwise than one: 1.1e-5 at log-probabilities of 8.
+    atol = 2e-5 if kind == "qwen3_5" else 1e-5
     for world, layout in layouts(kind):
         results = ranks.run(case, world, path, adapter, batch, layout)
         for untrained, found, exported, metrics, _ in results:
             if found is not None:
-                torch.testing.assert_close(torch.cat(untrained), plain, rtol=0, atol=1e-5, msg=f"{layout}")
-                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=1e-5, msg=f"{layout}")
+                torch.testing.assert_close(torch.cat(untrained), plain, rtol=0, atol=atol, msg=f"{layout}")
+                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=atol, msg=f"{layout}")
             assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
             assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
             first = first or exported
@@ -339,7 +341,8 @@ def test_a_vllm_that_loads_the_adapter_itself_computes_what_peft_does(tmp_path, 
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["moved"] > 0.1, found
-    assert found["without"] < 1e-5 and found["with"] < 1e-5, found
+    # With an adapter of this size float32 itself can be further off: peft 2e-5 from float64.
+    assert found["without"] < 1e-5 and found["with"] < max(1e-5, found["rounding"]), found
 
 
 def test_a_checkpoint_of_adapters_is_refused_beside_another_model_or_for_other_adapters(ranks, dense, tmp_path):

@@ -321,21 +321,22 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
 
 
 def compare_adapter(kind: str, adapter: Path, work: Path) -> dict[str, float]:
-    """A vLLM that loads an adapter of peft's itself: the largest difference to peft, without it and with it, and how
-    far apart these two are."""
+    """A vLLM that loads an adapter of peft's itself: the largest difference to peft, without it and with it, how far
+    apart these two are, and how far peft with it is from itself in float64."""
     from peft import PeftModel
     from vllm.lora.request import LoRARequest
 
     model_of(kind, 0).save_pretrained(work)
     with torch.no_grad():
         plain = hf_logprobs(model_of(kind, 0), PROMPT, 1.0)
-        adapted = hf_logprobs(PeftModel.from_pretrained(model_of(kind, 0), adapter).eval(), PROMPT, 1.0)
+        model = PeftModel.from_pretrained(model_of(kind, 0), adapter).eval()
+        adapted, exact = hf_logprobs(model, PROMPT, 1.0), hf_logprobs(model.double(), PROMPT, 1.0)
     with engine_of(work, enable_lora=True, max_lora_rank=8) as engine:
         request = LoRARequest("adapter", 1, str(adapter))
         return {
             "without": difference(vllm_logprobs(engine, PROMPT), plain),
             "with": difference(vllm_logprobs(engine, PROMPT, lora_request=request), adapted),
-            "moved": difference(plain, adapted),
+            "moved": difference(plain, adapted), "rounding": difference(adapted, exact),
         }
 
 
