@@ -283,7 +283,7 @@ def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoi
         assert len(found["mixed"]) == 9 and all(tokens == versions[name][0] for name, tokens in found["mixed"])
         for name in ("undisturbed", "loaded", "went_on", "made"):
             assert found[name][0] == found[name][1], name
-        assert found["info"] == [False, None] and found["weights_info"] == [False, None, 1, True]
+        assert found["info"] == [False, None] and found["weights_info"] == [False, None, 2, True]
         errors = found["errors"]
         for name, text in {
             "second": "trains all weights, so there can be no other beside it", "adapter": "ask for rank 0",
