@@ -151,7 +151,7 @@ def _sglang(model: Path, gpu: str | None, dtype: str) -> list[str]:
     argv += ["--skip-server-warmup"]
     if gpu is None:
         argv += ["--device", "cpu", "--attention-backend", "torch_native", "--disable-cuda-graph"]
-        argv += ["--disable-overlap-schedule", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
+        argv += ["--disable-overlap-schedule", "--mem-fraction-static", "0.5", "--max-total-tokens", "4096"]
         return argv
     return [*argv, *SGLANG_GPU, "--tp-size", _workers(gpu), "--disable-custom-all-reduce"]
 

@@ -81,11 +81,11 @@ MODELS_CHECKED = """
 ## What each was checked with
 
 Random weights of four layers in which all that is special acts, in float32 on a CPU.
-Compared with transformers, on one rank and over two: log-probabilities, loss and gradient norm of a step, and every
+Compared with transformers, on one rank and over two: logits, log-probabilities, loss and gradients of a step, and every
 tensor of an export. Converted to torch_dist and back, and a checkpoint of one layout loaded in the others, bit by bit.
-In the engines: log-probabilities of an exported model, and after two syncs of other weights into it (with gated delta
-nets in bf16: vLLM's kernels for a CPU take nothing else);
-not SGLang: what its 0.5.23 says on a CPU.
+In the engines: log-probabilities of an exported model, and after two syncs of other weights into it: in vLLM the
+trainer's, before and after two optimizer steps (with gated delta nets in bf16: its kernels for a CPU take nothing
+else); not SGLang: what its 0.5.23 says on a CPU.
 Of released checkpoints SmolLM2-135M was trained, and the shapes of Qwen2.5 (0.5B to 7B) with random weights; others
 were not opened so far.
 
@@ -420,7 +420,7 @@ CUSTOM = "test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss
 FULL = "test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoints_go_to_and_fro"
 FINISHED = "test_a_finished_session_unloads_its_models_and_makes_nothing_more"
 EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
-SILENT = "test_a_model_whose_client_is_silent_makes_room_and_none_of_a_living_client_does"
+IDLE = "test_an_idle_model_is_evicted_for_another_and_one_of_an_active_session_is_not"
 CHECKPOINTS = "training_runs/{model}/checkpoints"
 
 SERVED: tuple[tuple[str, str, str], ...] = (
@@ -428,7 +428,7 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST client/config", "no parallel chunks: they are added up in their order", TRAINS),
     ("POST client/dynamic_config", "", TRAINS),
     ("POST create_session", "", TRAINS),
-    ("POST session_heartbeat", f"a silent session's models make room for others: `{SILENT}`", OVER_HTTP),
+    ("POST session_heartbeat", f"models of an idle session are evicted for others: `{IDLE}`", OVER_HTTP),
     ("POST telemetry", "read and dropped", OVER_HTTP),
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "

@@ -50,6 +50,13 @@ TEMPLATE = """
 """Drops the reasoning of earlier turns once a user speaks again, as Qwen3's does."""
 
 STOP = "<|im_end|>"
+PAD = "<|image_pad|>"
+SEEN = ("<|vision_start|>", PAD, "<|vision_end|>")
+SEES = """
+{%- macro seen(content) %}{% if content is string %}{{ content }}{% else %}
+    {%- for part in content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>
+    {%- else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endmacro %}
+"""
 
 
 def gateway_tokenizer():
@@ -67,6 +74,29 @@ def gateway_tokenizer():
         tokenizer_object=backend, eos_token=STOP, pad_token=SPECIAL[0], unk_token="<unk>",
         chat_template=TEMPLATE.strip(), clean_up_tokenization_spaces=False,
     )  # fmt: skip
+
+
+def seeing_tokenizer():
+    """Likewise with pictures, as Qwen3-VL's."""
+    tokenizer = gateway_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SEEN)})
+    ends = ("user\\n' + ", "<tool_response>\\n' + ")
+    for end in ends:
+        tokenizer.chat_template = tokenizer.chat_template.replace(f"{end}m.content", f"{end}seen(m.content)")
+    assert tokenizer.chat_template.count("seen(") == 2
+    tokenizer.chat_template = SEES.strip() + tokenizer.chat_template
+    return tokenizer
+
+
+def write_seeing_model(directory: Path) -> Path:
+    """As much of a model as a gateway reads: this tokenizer, and an image processor that makes 1 to 16 tokens of 16
+    pixels a side."""
+    from transformers.models.qwen2_vl import Qwen2VLImageProcessor
+
+    seeing_tokenizer().save_pretrained(directory)
+    size = {"shortest_edge": 16**2, "longest_edge": 64**2}
+    Qwen2VLImageProcessor(patch_size=8, merge_size=2, size=size).save_pretrained(directory)
+    return directory
 
 
 def write_gateway_tokenizer(directory: Path) -> Path:

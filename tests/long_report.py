@@ -82,6 +82,8 @@ class LongReport:
         found = self.tests.setdefault(report.nodeid, {"id": report.nodeid, "outcome": "passed", "seconds": 0.0})
         found["seconds"] = round(float(found["seconds"]) + report.duration, 2)
         outcome = outcome_of(report)
+        if outcome == "rerun":
+            return
         if outcome != "passed" and found["outcome"] != "failed":
             found["outcome"] = outcome
         if report.when == "teardown":
@@ -135,7 +137,8 @@ def leave_out(names: list[str], config: pytest.Config, items: list[pytest.Item])
 
 
 class FailuresAtOnce:
-    """Names a test as soon as it has failed; pytest itself does at its end. `-v` names all."""
+    """Names a test as soon as it has failed; pytest itself does at its end. `-v` names all. One that is run again
+    (`--reruns`) is quoted too: pytest drops why it failed."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -143,12 +146,16 @@ class FailuresAtOnce:
     @pytest.hookimpl(trylast=True)  # behind its letter
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        if report.failed and reporter is not None and reporter.verbosity <= 0:
+        again = report.outcome == "rerun"
+        if (report.failed or again) and reporter is not None and reporter.verbosity <= 0:
             reporter.ensure_newline()
             writer = self.config.get_terminal_writer()
             if writer.width_of_current_line:  # letters of xdist's, which that knows nothing of
                 writer.line()
-            reporter.write_line(f"{'failed' if report.when == 'call' else 'error'}: {report.nodeid}")
+            what = "run again" if again else "failed" if report.when == "call" else "error"
+            reporter.write_line(f"{what}: {report.nodeid}")
+            if again:
+                reporter.write_line(report.longreprtext)
             reporter.flush()
 
 

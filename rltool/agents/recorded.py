@@ -8,6 +8,7 @@ over token by token, with log-probabilities and weight versions, as the engines 
 from __future__ import annotations
 
 import copy
+from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 from rltool.agents.outcome import AgentFailed, Result, parted
 from rltool.engines.types import VersionSpan
+from rltool.models.pictures import places_of
 from rltool.rollout.sample import Sample, SampleStatus, TurnReward
 
 Selection = Literal["all", "longest", "last", "rewarded"] | Callable[[Mapping[str, Any]], Sequence[int]]
@@ -74,7 +76,7 @@ def samples_of(
     own = replace(sample, train_metadata=train_metadata)
     counted = counted or count_turns(record, result)
     samples = [
-        _sample(record["trajectories"], i, turns, own, number, final, max_tokens)
+        _sample(record, i, turns, own, number, final, max_tokens)
         for number, (i, turns) in enumerate(sorted(counted.rows.items()))
     ]
     for first in samples[:1]:  # of the whole episode
@@ -205,9 +207,10 @@ def _shared_with_rows(
 
 
 def _sample(
-    trajectories: Sequence[Mapping[str, Any]], index: int, turns: Sequence[_Turn], sample: Sample, number: int,
+    record: Mapping[str, Any], index: int, turns: Sequence[_Turn], sample: Sample, number: int,
     reward: float | None, max_tokens: int,
 ) -> Sample:  # fmt: skip
+    trajectories: Sequence[Mapping[str, Any]] = record["trajectories"]
     end = turns[-1].end
     ids: Sequence[int] = trajectories[index]["token_ids"][:end]
     mask, logprobs, versions = [0] * end, [0.0] * end, list[VersionSpan]()
@@ -240,5 +243,13 @@ def _sample(
             f"a trajectory of {len(ids)} tokens is longer than sampling.max_prompt_tokens + max_response_tokens = "
             f"{max_tokens}"
         )
+    # What the row has of pictures the policy has seen only where the agent has sent it.
+    made.multimodal_inputs = {kind: found for kind, found in sample.multimodal_inputs.items() if kind != "image"}
+    made.picture_places = array("q")
+    digests = trajectories[index].get("pictures", ())
+    for digest, place in zip(digests, places_of(trajectories[index].get("picture_places", ())), strict=True):
+        if place.at < end:
+            made.multimodal_inputs.setdefault("image", []).append(record["pictures"][digest])
+            made.picture_places.extend(place)
     made.validate()
     return made

@@ -266,10 +266,10 @@ class BatchFields(LossFields):
         held=Held("experts that the engine's router chose", "B", wider="h", over="sequence", comes="newest"),
     )  # fmt: skip
     """[T, layers * experts a token] uint8 or int16, the experts that the engine's router chose for each token of prompt
-    and response, layer by layer; the dtype's largest value where it chose none: for what was never forwarded, the last
-    token, and what an environment appended behind the last reply. Those of a sample's newest request, which has
-    computed everything before its own tokens, after a weight sync with the newer weights: of one forward pass, by the
-    weights that are closest to those in training. None unless they are replayed."""
+    and response, layer by layer; the dtype's largest value where it chose none: in layers without experts, and for what
+    was never forwarded, the last token, and what an environment appended behind the last reply. Those of a sample's
+    newest request, which has computed everything before its own tokens, after a weight sync with the newer weights: of
+    one forward pass, by the weights that are closest to those in training. None unless they are replayed."""
     picture_places: Ragged | None = ragged("int64", held=Held("places of pictures", "q", over="prompt"))
     """Ragged int64, four numbers for each picture of the sample, in order (models.pictures.Place). None: no sample has
     a picture."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -28,9 +29,18 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
+class SentPicture:
+    """at: behind so many characters of its message; source: a data URL, or, once it is read, the digest of its file
+    (sha256, in hex)."""
+
+    at: int
+    source: str
+
+
+@dataclass(frozen=True)
 class Message:
     """reasoning and tool_calls: of assistants only; tool_call_id: of a tool's answer; stop: the text that ended a reply
-    of the model's, of which `text` has all before it."""
+    of the model's, of which `text` has all before it; pictures: of users and tools only, in order."""
 
     role: Role
     text: str
@@ -39,6 +49,18 @@ class Message:
     tool_call_id: str | None = None
     name: str | None = None
     stop: str = ""
+    pictures: tuple[SentPicture, ...] = ()
+
+    @property
+    def pieces(self) -> list[str]:
+        """The text before, between and behind its pictures."""
+        ends = [picture.at for picture in self.pictures]
+        return [self.text[start:end] for start, end in zip([0, *ends], [*ends, None], strict=True)]
+
+    def with_pieces(self, pieces: Sequence[str]) -> Message:
+        """The same with other text around its pictures."""
+        places = zip(self.pictures, accumulate(map(len, pieces)), strict=False)
+        return replace(self, text="".join(pieces), pictures=tuple(replace(one, at=at) for one, at in places))
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if value not in (None, "", ()) or key == "text"}
@@ -46,7 +68,9 @@ class Message:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Message:
         """The inverse of `to_json`."""
-        return cls(**{**data, "tool_calls": tuple(ToolCall(**call) for call in data.get("tool_calls", ()))})
+        calls = tuple(ToolCall(**call) for call in data.get("tool_calls", ()))
+        pictures = tuple(SentPicture(**picture) for picture in data.get("pictures", ()))
+        return cls(**{**data, "tool_calls": calls, "pictures": pictures})
 
 
 @dataclass(frozen=True)
@@ -56,6 +80,10 @@ class Conversation:
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+
+    @property
+    def pictures(self) -> list[SentPicture]:
+        return [picture for message in self.messages for picture in message.pictures]
 
     @property
     def characters(self) -> int:
@@ -102,7 +130,7 @@ def same_message(recorded: Message, sent: Message) -> bool:
     if recorded.role != sent.role:
         return False
     if recorded.role != "assistant":
-        return recorded.text == sent.text and recorded.name == sent.name
+        return (recorded.text, recorded.name, recorded.pictures) == (sent.text, sent.name, sent.pictures)
     sent = _with_its_calls(sent) if recorded.tool_calls else sent
     return (
         sent.text.strip() in (recorded.text.strip(), (recorded.text + recorded.stop).strip())
@@ -143,7 +171,7 @@ def template_messages(messages: Sequence[Message], *, arguments_as_text: bool = 
 
 
 def _template_message(message: Message, arguments_as_text: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": message.role, "content": message.text}
+    found: dict[str, Any] = {"role": message.role, "content": _content(message) if message.pictures else message.text}
     if message.reasoning:
         found["reasoning_content"] = message.reasoning
     if message.tool_calls:
@@ -157,3 +185,12 @@ def _template_message(message: Message, arguments_as_text: bool) -> dict[str, An
     if message.name is not None:
         found["name"] = message.name
     return found
+
+
+def _content(message: Message) -> list[dict[str, Any]]:
+    """A part of the type image for each picture, which templates write a placeholder for."""
+    first, *pieces = message.pieces
+    parts = [{"type": "text", "text": first}]
+    for piece in pieces:
+        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    return [part for part in parts if part.get("text") != ""]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, ToolCall, template_messages
@@ -39,8 +39,11 @@ class StandIns:
     def put(self, message: Message) -> Message:
         if message.role not in ("user", "tool"):
             return message
-        words = self._put.sub(lambda found: f"{self.MARK}{self._texts.index(found[0])}{self.MARK}", message.text)
-        return replace(message, text=words)
+
+        def words(text: str) -> str:
+            return self._put.sub(lambda found: f"{self.MARK}{self._texts.index(found[0])}{self.MARK}", text)
+
+        return message.with_pieces([words(piece) for piece in message.pieces])
 
     def taken(self, rendered: str) -> tuple[str, set[int]]:
         """(the text with what was in their places, which of its special tokens these are, counted from 0)."""
@@ -60,7 +63,8 @@ class StandIns:
 
 @dataclass(frozen=True)
 class Suffix:
-    """What follows recorded tokens. reasoning_open: the template has opened the model's reasoning itself."""
+    """What follows recorded tokens, with one placeholder for each picture. reasoning_open: the template has opened the
+    model's reasoning itself."""
 
     token_ids: tuple[int, ...]
     reasoning_open: bool

@@ -88,7 +88,9 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
 
         def fill(module: nn.Module) -> None:
             for name, parameter in list(module.named_parameters()):
-                value = _hf_parameter(f"{owners[module]}.{name}", family, tensors, dtype)
+                holder = module.get_submodule(name.rpartition(".")[0])
+                outputs_first = getattr(holder, "is_transposed", None) is False
+                value = _hf_parameter(f"{owners[module]}.{name}", family, tensors, dtype, outputs_first=outputs_first)
                 if value.shape != parameter.shape:
                     raise RuntimeError(f"{name}: {tuple(value.shape)} for transformers' {tuple(parameter.shape)}")
                 _replace(module, name, value.to(dtype).float())
@@ -105,14 +107,17 @@ def transformers_logits(family: Family, directory: Path, dtype: torch.dtype, tok
     return torch.cat(rows)
 
 
-def _hf_parameter(name: str, family: Family, tensors: HFTensors, dtype: torch.dtype) -> Tensor:
-    """What transformers calls `name`: a tensor of the file, or the experts of a layer, which it keeps in one tensor."""
+def _hf_parameter(
+    name: str, family: Family, tensors: HFTensors, dtype: torch.dtype, *, outputs_first: bool
+) -> Tensor:
+    """What transformers calls `name`: a tensor of the file, or the experts of a layer, which it keeps in one tensor;
+    outputs_first: as [experts, outputs, inputs], also where the file has one that lies otherwise (Qwen3-VL)."""
     if name == "lm_head.weight" and family.tied_embeddings:
         name = "model.embed_tokens.weight"
     # Of transformers' text model, also where the file has a tower beside it.
     if name.startswith("model.") and not name.startswith(family.prefix):
         name = family.prefix + name.removeprefix("model.")
-    if name in tensors.names:
+    if name in tensors.names and not outputs_first:
         return tensors.read(name)
     _, layer, *rest = name.removeprefix(family.prefix).split(".")
     mlp = f"decoder.layers.{layer}.mlp."

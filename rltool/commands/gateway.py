@@ -72,6 +72,9 @@ def gateway(
     max_session_tokens: Annotated[int | None, typer.Option(help="Of one session (default: 4000000).")] = None,
     max_turns_at_once: Annotated[int | None, typer.Option(help="Of one session (default: 64).")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Of one request (default: 8 MiB).")] = None,
+    max_picture_bytes: Annotated[int | None, typer.Option(help="Of one image's file (default: 4 MiB).")] = None,
+    max_picture_pixels: Annotated[int | None, typer.Option(help="Of one image (default: 16777216).")] = None,
+    max_session_pictures: Annotated[int | None, typer.Option(help="Different ones (default: 256).")] = None,
     idle_timeout: Annotated[
         float | None, typer.Option(help="Seconds without a turn that end a session (default: 3600).")
     ] = None,
@@ -93,7 +96,9 @@ def gateway(
         "temperature": temperature, "top_p": top_p, "top_k": top_k, "max_response_tokens": max_response_tokens,
         "on_sampling": on_sampling, "train_cancelled": train_cancelled, "max_sessions": max_sessions,
         "max_turns": max_turns, "max_session_tokens": max_session_tokens, "max_turns_at_once": max_turns_at_once,
-        "max_body_bytes": max_body_bytes, "idle_timeout": idle_timeout, "turn_timeout": turn_timeout,
+        "max_body_bytes": max_body_bytes, "max_picture_bytes": max_picture_bytes,
+        "max_picture_pixels": max_picture_pixels, "max_session_pictures": max_session_pictures,
+        "idle_timeout": idle_timeout, "turn_timeout": turn_timeout,
         "keep_sessions": keep_sessions, "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip
     flags = {name: (f"--{name.replace('_', '-')}", value) for name, value in given.items()}

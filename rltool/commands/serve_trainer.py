@@ -63,7 +63,7 @@ def serve_trainer(
     max_models: Annotated[int | None, typer.Option(help="Models of one client (default: 16).")] = None,
     session_timeout: Annotated[
         float | None,
-        typer.Option(help="Seconds of a client's silence, after which its models give way to others (default: 600)."),
+        typer.Option(help="Seconds after which an idle session's models may be evicted for others (default: 600)."),
     ] = None,
     max_checkpoints: Annotated[int | None, typer.Option(help="Checkpoints of one client (default: 100).")] = None,
     max_body_bytes: Annotated[int | None, typer.Option(help="Of one request (default: 64 MiB).")] = None,

@@ -60,6 +60,12 @@ class GatewayConfig(Config):
     """Turns of one session that are in progress at once."""
     max_body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     """Of one request."""
+    max_picture_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    """Of one image's file."""
+    max_picture_pixels: int = Field(default=16 * 1024 * 1024, ge=1)
+    """Of one image, before the model's image processor makes it smaller."""
+    max_session_pictures: int = Field(default=256, ge=1)
+    """Different images of one session, which are kept beside its file."""
     idle_timeout: float = Field(default=3600.0, gt=0)
     """Seconds without a turn after which a session is ended."""
     turn_timeout: float = Field(default=600.0, gt=0)

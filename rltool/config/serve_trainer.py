@@ -32,8 +32,8 @@ class ServeTrainerConfig(Config):
     max_models: int = Field(default=16, ge=1)
     """Of one client."""
     session_timeout: float = Field(default=600.0, gt=0)
-    """Seconds without a word of a client's session, not even a heartbeat, after which its models are unloaded where
-    others need their place: the client's own, at `max_models`, or anybody's with `lora_rank` 0."""
+    """Seconds without a request or heartbeat after which a session is idle, and its models are evicted where others
+    need their place: the client's own, at `max_models`, or anybody's with `lora_rank` 0."""
     max_checkpoints: int = Field(default=100, ge=1)
     """Of one client."""
     max_body_bytes: int = Field(default=64 * 2**20, ge=1024)

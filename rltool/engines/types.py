@@ -54,11 +54,13 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Routing:
-    """Of each token `top_k` of `experts` in each of `layers` layers."""
+    """Of each token `top_k` of `experts` in each of `layers` layers but the `dense` ones (indices from 0), which have
+    no experts. Those have places in replies all the same: what engines leave there means nothing."""
 
     layers: int
     top_k: int
     experts: int
+    dense: tuple[int, ...] = ()
 
     @property
     def per_token(self) -> int:
@@ -72,7 +74,8 @@ class Routing:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """choices: of one token after the other, of each layer by layer; per_token: how many of one token."""
+    """choices: of one token after the other, of each layer by layer, UNROUTED in dense ones; per_token: how many of one
+    token."""
 
     choices: array[int]
     per_token: int

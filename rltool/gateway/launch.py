@@ -17,6 +17,7 @@ from rltool.engines.sync_client import probe, send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
 from rltool.gateway.parts import Parts
+from rltool.models.pictures import Pictures
 from rltool.processes.hosts import http_url
 from rltool.processes.keys import make_key, read_key
 from rltool.processes.ports import reserved_ports
@@ -27,6 +28,7 @@ from rltool.processes.run_directory import RunDirectory, list_runs, open_run
 from rltool.processes.spawn import ProcessSpec, RunningProcess
 from rltool.processes.supervise import ProcessGroup
 from rltool.processes.waiting import waiting
+from rltool.rollout.pictures import PROCESSORS
 
 ROLE = "gateway"
 
@@ -73,14 +75,16 @@ def start_gateway(
     ]
     infos = _probed(engines, config.ready_timeout, report)
     known = [engine.probed(info) for engine, info in zip(engines, infos, strict=True)]
+    model = _tokenizer(config, infos)
     parts = Parts(
         served_name=_served_name(infos),
         max_model_len=_max_model_len(config, infos),
-        tokenizer=_tokenizer(config, infos),
+        tokenizer=model,
         endpoints=_data_plane(config, plan, known),
         through_router=plan.router_url is not None,
         sessions=plan.run.sessions_dir,
         key_file=_key_file(config, plan.run),
+        pictures=_pictures(model),
     )
     with reserved_ports(1, host=config.host, first=config.port) as reserved:
         port = reserved.ports[0]
@@ -172,6 +176,18 @@ def _tokenizer(config: GatewayConfig, infos: Sequence[EngineInfo]) -> Path:
             "chat template"
         )
     return found
+
+
+def _pictures(model: Path) -> Pictures | str:
+    if not any((model / name).is_file() for name in PROCESSORS):
+        return f"{model} has no image processor ({PROCESSORS[0]})"
+    from rltool.models.registry import family_for, read_hf_config  # needs torch
+
+    try:
+        found = family_for(read_hf_config(model)).pictures
+    except UsageError as error:
+        return f"rltool trains no such model: {error}"
+    return "the trainer takes text alone of this model" if found is None else found
 
 
 def _data_plane(

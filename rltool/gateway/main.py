@@ -22,6 +22,7 @@ from rltool.engines.client import EngineClient
 from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, Engines, FleetView, views_on_stdin
 from rltool.gateway.parts import Parts
+from rltool.gateway.pictures import SentPictures
 from rltool.gateway.planning import Rendering
 from rltool.gateway.registry import Sessions
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
@@ -30,6 +31,7 @@ from rltool.gateway.turns import Model, Turns
 from rltool.processes import connections
 from rltool.processes.keys import read_key
 from rltool.processes.tasks import Background, beside
+from rltool.rollout.pictures import PictureReader
 from rltool.rollout.tokenizer import load_tokenizer
 from rltool.terminal import write_line
 
@@ -49,6 +51,8 @@ async def gateway(
         return Renderer(tokenizer, parser_of(config.tool_parser, tokenizer.template), config.template_arguments)
 
     store = SessionStore(parts.sessions)
+    given = parts.pictures
+    pictures = SentPictures(config, given if isinstance(given, str) else PictureReader(given, parts.tokenizer), store)
     model = Model(parts.served_name, config.aliases, parts.max_model_len)
     with ThreadPoolExecutor(1, "tokenizer") as short, ThreadPoolExecutor(1, "long-prompts") as long:
         rendering = Rendering(renderer, short, long)
@@ -60,7 +64,7 @@ async def gateway(
                 idle_timeout=config.idle_timeout,
                 on_end=engines.plane.forget,
             )
-            turns = Turns(config, model, rendering=rendering, engines=engines, sessions=sessions, store=store)
+            turns = Turns(config, model, rendering=rendering, engines=engines, sessions=sessions, pictures=pictures)
             engines.start(views)
             try:
                 yield GatewayServer(config, turns, sessions, read_key(parts.key_file, "the gateway")).app()

@@ -7,6 +7,7 @@ from typing import Any
 
 from rltool.config.base import Config
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.models.pictures import Pictures
 
 
 class Parts(Config):
@@ -25,5 +26,7 @@ class Parts(Config):
     through_router: bool = False
     follows: bool = False
     """Whether views of a run's fleet come on standard input (gateway/fleet.py)."""
+    pictures: Pictures | str = "the model takes text alone"
+    """How the model takes them, or why it gets none."""
     lineage: dict[str, Any] | None = None
     """Of that run's weights, as JSON: turns that other weights have sampled are sampled again. None: any are taken."""

@@ -14,8 +14,9 @@ from rltool.chat.conversation import Conversation, Message, RawPrompt
 from rltool.chat.rendering import Renderer
 from rltool.errors import UsageError
 from rltool.gateway.errors import BadRequest
+from rltool.gateway.pictures import Sizes
 from rltool.gateway.session import Session
-from rltool.gateway.trajectory import Turn
+from rltool.gateway.trajectory import Seen, Turn
 
 EDITED = "the messages do not continue any recorded turn: the agent edited its history, or another one writes"
 REWRITTEN = "the chat template writes earlier turns differently now, as templates that drop reasoning do"
@@ -51,7 +52,7 @@ class Rendering:
 @dataclass(frozen=True)
 class Plan:
     """prompt_ids: what the engine is sent; the first `cut` of them are recorded tokens of `base`. reason: why this is
-    no plain extension, or ""."""
+    no plain extension, or "". pictures: all of the prompt's."""
 
     prompt_ids: array[int]
     base: Turn | None
@@ -60,23 +61,25 @@ class Plan:
     reasoning_open: bool = False
     new_messages: tuple[Message, ...] = ()
     raw_prompt: str | None = None
+    pictures: tuple[Seen, ...] = ()
 
 
-def plan_turn(session: Session, prompt: Conversation | RawPrompt, renderer: Renderer) -> Plan:
-    """Takes time with long conversations, and changes nothing. Raises BadRequest."""
+def plan_turn(session: Session, prompt: Conversation | RawPrompt, renderer: Renderer, sizes: Sizes) -> Plan:
+    """Takes time with long conversations, and changes nothing. sizes: of the prompt's pictures. Raises BadRequest."""
     if isinstance(prompt, RawPrompt):
         plan = _plan_raw(session, prompt, renderer)
     else:
         try:
-            plan = _plan(session, prompt, renderer)
+            plan = _plan(session, prompt, renderer, sizes)
         except UsageError as error:
             raise BadRequest(str(error), field="messages", code="template_failed") from error
+    sizes.check(plan.prompt_ids, plan.pictures)
     if not plan.prompt_ids:
         raise BadRequest("the prompt has no token: an engine needs at least one")
     return plan
 
 
-def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
+def _plan(session: Session, sent: Conversation, renderer: Renderer, sizes: Sizes) -> Plan:
     if sent.messages[-1].role == "assistant":
         raise BadRequest(
             "the last message is the assistant's: an answer that the agent has begun itself (prefill) is not served",
@@ -86,7 +89,8 @@ def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
     if base is None:
         whole = renderer.prompt(sent)
         reason = "" if not session.turns else AGAIN if session.was_asked(sent) else EDITED
-        return Plan(array("i", whole.token_ids), None, 0, reason, whole.reasoning_open, sent.messages)
+        ids, pictures = sizes.spread(whole.token_ids, sent.pictures, 0)
+        return Plan(array("i", ids), None, 0, reason, whole.reasoning_open, sent.messages, None, tuple(pictures))
     recorded = base.history or ()
     new = sent.messages[len(recorded) :]
     # The model's messages are taken from the record: the agent's copy lacks its reasoning, perhaps.
@@ -95,10 +99,13 @@ def _plan(session: Session, sent: Conversation, renderer: Renderer) -> Plan:
     if suffix is None:
         whole = renderer.prompt(known)
         # Not based on that turn's tokens, but on its messages.
-        return Plan(array("i", whole.token_ids), base, 0, REWRITTEN, whole.reasoning_open, new)
-    prompt_ids = session.prefix(base, base.end) + array("i", suffix.token_ids)
+        ids, pictures = sizes.spread(whole.token_ids, known.pictures, 0)
+        return Plan(array("i", ids), base, 0, REWRITTEN, whole.reasoning_open, new, None, tuple(pictures))
+    ids, pictures = sizes.spread(suffix.token_ids, Conversation(new).pictures, base.end)
+    prompt_ids = session.prefix(base, base.end) + array("i", ids)
     reason = "" if session.is_leaf(base) else ANOTHER
-    return Plan(prompt_ids, base, base.end, reason, suffix.reasoning_open, new)
+    all_of_them = (*session.pictures(base, base.end), *pictures)
+    return Plan(prompt_ids, base, base.end, reason, suffix.reasoning_open, new, None, all_of_them)
 
 
 def _plan_raw(session: Session, sent: RawPrompt, renderer: Renderer) -> Plan:

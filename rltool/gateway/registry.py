@@ -23,8 +23,8 @@ _KEY_BYTES = 32
 
 
 class Sessions:
-    """clock: seconds since the epoch; on_end: called with the id of a session that has ended. Sessions of an earlier
-    gateway are read from disk when asked for."""
+    """store: their files; clock: seconds since the epoch; on_end: called with the id of a session that has ended.
+    Sessions of an earlier gateway are read from disk when asked for."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Sessions:
         on_end: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._store, self._most, self._idle, self._clock = store, max_sessions, idle_timeout, clock
+        self.store, self._most, self._idle, self._clock = store, max_sessions, idle_timeout, clock
         self._on_end = on_end
         self._living: dict[str, Session] = {}
         self._asleep = store.open_sessions()
@@ -58,7 +58,7 @@ class Sessions:
         key = f"sk-rltool-{secrets.token_urlsafe(_KEY_BYTES)}"
         now = self._clock()
         session = Session(uuid.uuid4().hex, _digest(key), now, metadata, last_used=now)
-        self._store.create(session)
+        self.store.create(session)
         self._living[session.id] = session
         self.counts["opened"] += 1
         return session, key
@@ -79,7 +79,7 @@ class Sessions:
         if living is not None:
             self._refresh(living)
             return living
-        session = self._store.load(session_id) if SESSION_ID.fullmatch(session_id) else None
+        session = self.store.load(session_id) if SESSION_ID.fullmatch(session_id) else None
         if session is None:
             raise NotFound(f"there is no session {session_id[:64]!r} in this run: POST /sessions opens one")
         return session
@@ -88,12 +88,12 @@ class Sessions:
         """Mark it as used; in its file, too, before other processes would take it for idle."""
         now = self._clock()
         if now - session.last_used > self._idle / 3:
-            self._store.touch(session)
+            self.store.touch(session)
         session.last_used = now
 
     def end(self, session: Session, reason: str) -> None:
         """Its record stays on disk."""
-        with self._store.writing(session) as file:
+        with self.store.writing(session) as file:
             if session.ended is None:
                 file.ended(reason, self._clock())
                 session.ended = reason
@@ -107,14 +107,14 @@ class Sessions:
 
     def _refresh(self, session: Session) -> bool:
         """Whether another process has used it since."""
-        is_news = self._store.refresh(session)
+        is_news = self.store.refresh(session)
         if session.ended is not None:
             self._forget(session)
         return is_news
 
     def remove_ended(self, keep: float) -> int:
         """Remove the files of sessions that ended that many seconds ago; how many. Safe in any thread."""
-        return self._store.remove_ended(self._clock() - keep)
+        return self.store.remove_ended(self._clock() - keep)
 
     def expire(self) -> int:
         """End sessions unused for the idle time-out; how many. One that cannot be ended, such as one
@@ -130,7 +130,7 @@ class Sessions:
             try:
                 if isinstance(late_one, str):
                     known = self._asleep.pop(late_one)  # first: a damaged file must not come up each time
-                    written = self._store.last_written(late_one)
+                    written = self.store.last_written(late_one)
                     if written is None:  # another process has ended it, long ago
                         continue
                     if written != known:

@@ -37,9 +37,9 @@ class Parameter:
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter(("model", "stream"), ALL, "followed", "the events come with the tokens"),
-    Parameter(("messages", "tools"), ("chat", "anthropic"), "followed", "text; functions"),
+    Parameter(("messages", "tools"), ("chat", "anthropic"), "followed", "text, images; functions"),
     Parameter(("system",), ("anthropic",), "followed", "text"),
-    Parameter(("input", "instructions", "tools"), ("responses",), "followed", "text; functions"),
+    Parameter(("input", "instructions", "tools"), ("responses",), "followed", "text, images; functions"),
     Parameter(("prompt",), ("completions",), "followed", "one text, or one list of token ids"),
     Parameter(("max_tokens",), ("chat", "completions", "anthropic"), "followed", "only cuts"),
     Parameter(("max_completion_tokens",), ("chat",), "followed", "only cuts"),

@@ -153,14 +153,19 @@ class GatewayServer:
         )
 
     async def _show(self, request: web.Request) -> web.Response:
-        return await _record(self._owned(request))
+        return await self._record(self._owned(request))
 
     async def _end(self, request: web.Request) -> web.Response:
         session = self._owned(request)
         if session.ended is None:
             session = self._sessions.find(session.id)
             self._sessions.end(session, "deleted")
-        return await _record(session)
+        return await self._record(session)
+
+    async def _record(self, session: Session) -> web.Response:
+        """In a thread: a record may have millions of tokens."""
+        text = await asyncio.to_thread(lambda: json.dumps(self._turns.record(session)))
+        return web.Response(text=text, content_type="application/json")
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._sessions.find(request.match_info["id"])
@@ -295,12 +300,6 @@ async def _no_queue(request: web.Request) -> web.StreamResponse:
         "gateway of one for them",
         code="several_processes",
     )
-
-
-async def _record(session: Session) -> web.Response:
-    """In a thread: a record may have millions of tokens."""
-    text = await asyncio.to_thread(lambda: json.dumps(session.to_json()))
-    return web.Response(text=text, content_type="application/json")
 
 
 async def _stream(

@@ -14,7 +14,7 @@ from typing import Any
 
 from rltool.chat.conversation import Conversation, starts_with
 from rltool.gateway.errors import NotFound
-from rltool.gateway.trajectory import Trajectory, Turn, TurnRecord, common_prefix
+from rltool.gateway.trajectory import Seen, Trajectory, Turn, TurnRecord, before, common_pictures, common_prefix
 
 UNRECEIVED = "unreceived"
 DISCARDED = "discarded"
@@ -54,6 +54,19 @@ class Session:
     def prefix(self, turn: Turn, tokens: int) -> array[int]:
         return self.trajectories[turn.trajectory].token_ids[:tokens]
 
+    def pictures(self, turn: Turn, tokens: int) -> tuple[Seen, ...]:
+        """Those in a `prefix`."""
+        return before(self.trajectories[turn.trajectory].pictures, tokens)
+
+    @property
+    def picture_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Digest -> (rows, columns, bytes), of all that it has recorded."""
+        return {
+            seen.digest: (seen.place.rows, seen.place.columns, seen.place.size)
+            for trajectory in list(self.trajectories)
+            for seen in list(trajectory.pictures)
+        }
+
     def is_leaf(self, turn: Turn) -> bool:
         """Nothing follows it in its trajectory."""
         return turn.end == len(self.trajectories[turn.trajectory].token_ids)
@@ -90,21 +103,28 @@ class Session:
         runs in a thread, and another turn may end meanwhile."""
         return sorted(reversed(list(self.places.values())), key=length, reverse=True)
 
-    def longest_shared(self, token_ids: array[int]) -> tuple[int | None, int]:
-        """(trajectory, tokens) of the longest recorded beginning of `token_ids`; (None, 0) where nothing is shared."""
+    def longest_shared(self, token_ids: array[int], pictures: Sequence[Seen] = ()) -> tuple[int | None, int]:
+        """(trajectory, tokens) of the longest recorded beginning of `token_ids`, with these pictures among them;
+        (None, 0) where nothing is shared."""
         best: tuple[int | None, int] = (None, 0)
         for index, trajectory in enumerate(self.trajectories):
             least = best[1] + 1
             if len(trajectory.token_ids) >= least and trajectory.token_ids[:least] == token_ids[:least]:
-                best = index, common_prefix(trajectory.token_ids, token_ids)
+                common = common_prefix(trajectory.token_ids, token_ids)
+                tokens = common_pictures(trajectory.pictures, pictures, common)
+                best = (index, tokens) if tokens >= least else best
         return best
 
-    def place(self, prompt_ids: array[int], base: Turn | None, cut: int) -> tuple[int, int | None, int]:
+    def place(
+        self, prompt_ids: array[int], base: Turn | None, cut: int, pictures: Sequence[Seen] = ()
+    ) -> tuple[int, int | None, int]:
         """(trajectory, parent, shared) of a turn with this prompt, of which the first `cut` tokens are those of `base`.
+        pictures: all of the prompt's.
 
         The trajectory's own tokens decide: where the prompt begins with all of them, it is extended.
         """
-        parent, shared = (base.trajectory, cut) if base is not None and cut else self.longest_shared(prompt_ids)
+        found = self.longest_shared(prompt_ids, pictures) if base is None or not cut else (base.trajectory, cut)
+        parent, shared = found
         whole = parent is not None and shared == len(self.trajectories[parent].token_ids)
         return (parent if parent is not None and whole else len(self.trajectories)), parent, shared
 
@@ -113,10 +133,11 @@ class Session:
         if record.trajectory == len(self.trajectories):
             self.trajectories.append(Trajectory(record.parent, record.shared, record.reason))
             if record.parent is not None:
-                shared = self.trajectories[record.parent].token_ids[: record.shared]
-                self.trajectories[-1].add_context(shared)
+                parent = self.trajectories[record.parent]
+                pictures = before(parent.pictures, record.shared)
+                self.trajectories[-1].add_context(parent.token_ids[: record.shared], pictures)
         trajectory = self.trajectories[record.trajectory]
-        trajectory.add_context(record.context_ids)
+        trajectory.add_context(record.context_ids, record.pictures)
         trajectory.add_sampled(record)
         place = self._place_after(record, len(trajectory.token_ids))
         self._discard(record, place)

@@ -5,6 +5,8 @@
     {"event": "mark", ...}       what became of a turn (Session.mark)
     {"event": "ended", ...}      its last line
 
+and beside it a directory of the pictures that its turns name, once they are any.
+
 Several processes may serve the sessions of one directory: each reads what the others have written before it uses a
 session, and writes while it has the file locked (flock). What a killed one has written stays; a line that it was
 writing is no part of the session, and the next one that writes cuts it off.
@@ -18,6 +20,8 @@ import fcntl
 import json
 import os
 import re
+import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -132,9 +136,35 @@ class SessionStore:
         for file in self.directory.glob("*.jsonl"):
             with contextlib.suppress(FileNotFoundError):  # another gateway may have removed it
                 if SESSION_ID.fullmatch(file.stem) and file.stat().st_mtime < before and _has_ended(file):
+                    shutil.rmtree(self._pictures(file.stem), ignore_errors=True)
                     file.unlink()
                     removed += 1
         return removed
+
+    def keep_picture(self, session_id: str, digest: str, data: bytes) -> None:
+        """In any thread, of any process. Raises NotRecorded."""
+        directory = self._pictures(session_id)
+        begun = directory / f"{digest}.{uuid.uuid4().hex}"
+        with _recording(directory / digest):
+            directory.mkdir(exist_ok=True, mode=0o700)
+            begun.write_bytes(data)
+            begun.replace(directory / digest)
+
+    def kept_pictures(self, session_id: str) -> set[str]:
+        """Their digests."""
+        directory = self._pictures(session_id)
+        return {file.name for file in directory.iterdir() if not file.suffix} if directory.is_dir() else set()
+
+    def picture(self, session_id: str, digest: str) -> bytes:
+        """Raises RltoolError where it is gone."""
+        file = self._pictures(session_id) / digest
+        try:
+            return file.read_bytes()
+        except OSError as error:
+            raise RltoolError(f"a picture of the session cannot be read: {file}: {error.strerror or error}") from error
+
+    def _pictures(self, session_id: str) -> Path:
+        return self.directory / f"{session_id}.pictures"
 
     def load(self, session_id: str) -> Session | None:
         """The session in its file, ended or not; None where there is none. RltoolError for a damaged file."""

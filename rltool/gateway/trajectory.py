@@ -9,10 +9,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 from rltool.chat.conversation import Message
 from rltool.engines.types import VersionSpan
+from rltool.models.pictures import Place
+
+
+class Seen(NamedTuple):
+    """A picture in a trajectory. digest: of its file, as the agent sent it."""
+
+    digest: str
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,7 @@ class TurnRecord:
     and versions are of the sampled ones. stopped: the last of them is a stop token. base: the turn whose history
     `messages` continue, or None; reason: why the turn does not simply extend a trajectory, or "".
     raw_prompt, raw_reply: of OpenAI Completions, the text behind that of the base, and the text that was sampled.
+    pictures: those among context_ids, with their places in the trajectory.
     seconds: from the request until `time`; None in records of an earlier rltool. left_out: the agent has said that the
     turn is not trained.
     """
@@ -51,6 +61,7 @@ class TurnRecord:
     raw_reply: str | None = None
     seconds: float | None = None
     left_out: bool = False
+    pictures: tuple[Seen, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -63,6 +74,7 @@ class TurnRecord:
             "versions": [[span.version, span.start, span.end] for span in self.versions],
             "messages": [message.to_json() for message in self.messages],
             "reply": self.reply.to_json() if self.reply else None,
+            "pictures": [[seen.digest, *seen.place] for seen in self.pictures],
         }
 
     @classmethod
@@ -79,6 +91,7 @@ class TurnRecord:
             reply=Message.from_json(data["reply"]) if data["reply"] else None,
             seconds=data.get("seconds"),
             left_out=bool(data.get("left_out")),
+            pictures=tuple(Seen(digest, Place(*place)) for digest, *place in data.get("pictures", ())),
         )
 
 
@@ -109,7 +122,7 @@ class Turn:
 @dataclass
 class Trajectory:
     """One token sequence. loss_mask: 1 for what the model sampled in this trajectory, 0 for what it was given and for
-    what was sampled in its parent. Log-probabilities are 0.0 where the mask is 0."""
+    what was sampled in its parent. Log-probabilities are 0.0 where the mask is 0. pictures: in order."""
 
     parent: int | None
     shared: int
@@ -119,9 +132,11 @@ class Trajectory:
     logprobs: array[float] = field(default_factory=lambda: array("d"))
     versions: list[VersionSpan] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
+    pictures: list[Seen] = field(default_factory=list)
 
-    def add_context(self, token_ids: Sequence[int]) -> None:
+    def add_context(self, token_ids: Sequence[int], pictures: Sequence[Seen]) -> None:
         self.token_ids.extend(token_ids)
+        self.pictures.extend(pictures)
         self.loss_mask.extend(bytes(len(token_ids)))
         self.logprobs.frombytes(bytes(len(token_ids) * self.logprobs.itemsize))
 
@@ -144,6 +159,8 @@ class Trajectory:
             "logprobs": self.logprobs.tolist(),
             "versions": [{"version": s.version, "start": s.start, "end": s.end} for s in self.versions],
             "finish_reasons": list(self.finish_reasons),
+            "pictures": [seen.digest for seen in self.pictures],
+            "picture_places": [number for seen in self.pictures for number in seen.place],
         }
 
 
@@ -159,3 +176,20 @@ def common_prefix(a: array[int], b: array[int]) -> int:
         else:
             high = middle
     return low
+
+
+def before(pictures: Sequence[Seen], tokens: int) -> tuple[Seen, ...]:
+    """Those in the first `tokens`."""
+    return tuple(seen for seen in pictures if seen.place.at < tokens)
+
+
+def common_pictures(a: Sequence[Seen], b: Sequence[Seen], tokens: int) -> int:
+    """How many leading tokens of two sequences are equal whose first `tokens` token ids are: up to where one has a
+    picture that the other has not."""
+    for pair in zip_longest(a, b):
+        first = min(seen.place.at for seen in pair if seen is not None)
+        if first >= tokens:
+            break
+        if pair[0] != pair[1]:
+            return first
+    return tokens

@@ -10,21 +10,22 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
 from rltool.chat.rendering import Renderer
 from rltool.config.gateway import GatewayConfig
-from rltool.engines.types import Completion, GenerateRequest, SamplingParams, TokenStream, VersionSpan
-from rltool.errors import EngineRejected
+from rltool.engines.types import Completion, GenerateRequest, Picture, SamplingParams, TokenStream, VersionSpan
+from rltool.errors import EngineRejected, UsageError
 from rltool.gateway.apis.base import NOTHING, Answer, Asked
 from rltool.gateway.errors import BadRequest, EnginesFailed, NotFound, TooMany
 from rltool.gateway.fleet import Engines
+from rltool.gateway.pictures import SentPictures
 from rltool.gateway.planning import ANOTHER, Plan, Rendering, plan_turn
 from rltool.gateway.registry import Sessions
 from rltool.gateway.session import UNRECEIVED, Session
-from rltool.gateway.store import SessionStore
 from rltool.gateway.streaming import Live
-from rltool.gateway.trajectory import TurnRecord
+from rltool.gateway.trajectory import TurnRecord, before
 from rltool.rollout.generate import MAX_CONTINUATIONS, GenerateContext, continue_response
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.serving.data_plane import BrokenStream, PoisonousRequest, Trace
@@ -59,12 +60,12 @@ class Turns:
         rendering: Rendering,
         engines: Engines,
         sessions: Sessions,
-        store: SessionStore,
+        pictures: SentPictures,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._config, self.model, self._rendering, self._engines = config, model, rendering, engines
         self._renderer = renderer = rendering.renderer
-        self._sessions, self._store, self._clock = sessions, store, clock
+        self._sessions, self._store, self._pictures, self._clock = sessions, sessions.store, pictures, clock
         self.sampling = SamplingParams(
             max_tokens=config.max_response_tokens,
             temperature=config.temperature,
@@ -101,13 +102,16 @@ class Turns:
         turn_id, plan, trace = uuid.uuid4().hex, None, Trace()
         sample = Sample(0, 0, 0, [])
         try:
-            plan = await self._rendering.run(asked.prompt, lambda own: plan_turn(session, asked.prompt, own))
+            prompt, sizes = await self._pictures.read(session, asked.prompt)
+            asked = replace(asked, prompt=prompt)
+            plan = await self._rendering.run(prompt, lambda own: plan_turn(session, prompt, own, sizes))
+            pictures = await self._pictures.for_engine(session, plan.pictures)
             sample.prompt_ids = list(plan.prompt_ids)
             if live is not None:
                 live.open(self._opening(turn_id, asked, len(plan.prompt_ids), began), plan, self._rendering)
             if session.turns and (last := session.turns[-1].engine):  # of another process, or before a restart
                 self._engines.plane.settle(session.id, last)
-            await self._generate(session.id, sample, self._limited(plan, asked), trace, live)
+            await self._generate(session.id, sample, self._limited(plan, asked), pictures, trace, live)
             sampled, engine = sample, trace.engine
             said = await self._rendering.run(asked.prompt, lambda own: _read(own, sampled, plan, asked, turn_id))
             turn = _Sampled(api, turn_id, plan, sampled, engine, asked, said)
@@ -162,10 +166,16 @@ class Turns:
             session.mark(turn, left_out=left_out, reward=reward)
             file.mark(turn, left_out=left_out, reward=reward)
 
+    def record(self, session: Session) -> dict[str, Any]:
+        """Session.to_json, with the pictures themselves, digest -> data URL. In any thread."""
+        seen = [seen for trajectory in session.trajectories for seen in trajectory.pictures]
+        return session.to_json() | {"pictures": self._pictures.urls(session.id, seen)}
+
     async def count(self, session: Session, asked: Asked) -> int:
         """Tokens of the prompt, as a turn would have them now."""
         self._check(session, asked)
-        plan = await self._rendering.run(asked.prompt, lambda own: plan_turn(session, asked.prompt, own))
+        prompt, sizes = await self._pictures.read(session, asked.prompt)
+        plan = await self._rendering.run(prompt, lambda own: plan_turn(session, prompt, own, sizes))
         return len(plan.prompt_ids)
 
     def _check(self, session: Session, asked: Asked) -> None:
@@ -206,15 +216,16 @@ class Turns:
         return replace(self.sampling, max_tokens=most, stop=asked.stop)
 
     async def _generate(
-        self, session_id: str, sample: Sample, sampling: SamplingParams, trace: Trace, live: Live | None
-    ) -> None:
+        self, session_id: str, sample: Sample, sampling: SamplingParams, pictures: tuple[Picture, ...], trace: Trace,
+        live: Live | None,
+    ) -> None:  # fmt: skip
         """Fill the sample; trace: filled in as well. Raises EnginesFailed."""
         requests = 0
 
         async def generate(request: GenerateRequest) -> list[Completion]:
             nonlocal requests
             requests += 1
-            request = replace(request, seed=None, session=session_id)
+            request = replace(request, seed=None, session=session_id, pictures=pictures)
             if live is not None:
                 live.stream = TokenStream(live.heard)
             completions = await self._engines.plane.generate(
@@ -239,6 +250,10 @@ class Turns:
             ) from None
         except EngineRejected as error:
             raise EnginesFailed(f"the engine refuses the request: {error}") from error
+        except UsageError as error:
+            if not pictures:
+                raise
+            raise BadRequest(f"images are not served: {error}", field="messages", code="unsupported_content") from error
         except (PoisonousRequest, BrokenStream) as error:
             raise EnginesFailed(str(error)) from error
         finally:
@@ -252,7 +267,7 @@ class Turns:
             raise NotFound(f"session {session.id} has ended while this turn was generated: {session.ended}")
         plan, sampled = turn.plan, turn.sampled
         prompt_ids: array[int] = plan.prompt_ids
-        index, parent, shared = session.place(prompt_ids, plan.base, plan.cut)
+        index, parent, shared = session.place(prompt_ids, plan.base, plan.cut, plan.pictures)
         branches = index == len(session.trajectories) and bool(session.trajectories)
         sampled_ids = sampled.response_ids
         chat = turn.asked.prompt if isinstance(turn.asked.prompt, Conversation) else None
@@ -279,6 +294,7 @@ class Turns:
             reply=turn.said.message if chat else None,
             raw_prompt=plan.raw_prompt,
             raw_reply=turn.said.text if plan.raw_prompt is not None else None,
+            pictures=plan.pictures[len(before(plan.pictures, shared)) :],
         )
 
     def _keep(

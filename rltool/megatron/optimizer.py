@@ -103,7 +103,11 @@ def chained_as(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any
     group_step = {key: value for key, value in inner(saved)["param_groups"][0].items() if key == "step"}
     common_step = {key: value for key, value in inner(saved).get("state", {}).items() if key == "common_step"}
     for part, each in zip(here, optimizers, strict=True):
-        inner(part)["state"].update(common_step)
+        if "param_state" in part:  # the distributed optimizer's, whose tensors stand apart from all the rest
+            part["param_state_sharding_type"] = saved["param_state_sharding_type"]
+            part["optimizer"] = {"param_groups": [{} for _ in each.optimizer.param_groups]}
+        else:
+            inner(part)["state"].update(common_step)
         for group, own in zip(inner(part)["param_groups"], each.optimizer.param_groups, strict=True):
             group.update({key: value for key, value in own.items() if key != "params"} | group_step)
     return numbered if len(optimizers) > 1 else rest

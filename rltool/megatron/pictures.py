@@ -16,9 +16,9 @@ from rltool.algorithms.ragged import numbers
 from rltool.errors import TrainingStopped
 from rltool.megatron.packing import PackedSequences, PlacedFeatures
 from rltool.megatron.runtime import Coordinates, to_device
-from rltool.models.base import Family, Pictures
+from rltool.models.base import Family
 from rltool.models.hf_directory import HFTensors
-from rltool.models.pictures import Place, check_places, places_of, token_axes
+from rltool.models.pictures import Pictures, Place, check_places, places_of, token_axes
 from rltool.models.weight_files import files_with_carried
 
 CACHED_BYTES = 2**31

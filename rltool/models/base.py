@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rltool.errors import UsageError
 from rltool.models.cost import ModelCost
+from rltool.models.pictures import Pictures
 
 
 class ShapeMismatch(UsageError):
@@ -278,21 +279,6 @@ class Rotary:
             if axis:
                 found[axis : 3 * count : 3] = axis
         return found
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """How a model takes pictures. A tower makes features of each, which stand in the places of placeholders.
-
-    token: id of a placeholder; patch: pixels of a side of what the tower reads at once; merge: patches of a side that
-        become one token; deep: so many of the first layers get further features added to their output (DeepStack, Meng
-        et al. 2024, arXiv 2406.04334, section 3)
-    """
-
-    token: int
-    patch: int
-    merge: int
-    deep: int
 
 
 @dataclass(frozen=True)

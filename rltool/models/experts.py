@@ -117,10 +117,17 @@ def mixture_of_experts(
     return Part(transformer | router.transformer(experts), parameters)
 
 
-def stacked_experts(*, hidden: int, ffn: int, experts: int, router: Router) -> Part:
-    """As `mixture_of_experts`, with biases, under gpt-oss's names: one tensor of each kind for all experts of a layer,
-    matrices as [inputs, outputs], and the columns of gate and up by turns."""
-    by_turns = {"merge_as": "stack", "parts": (ffn, ffn), "interleaved": (Interleaved(2 * ffn, 0, 2 * ffn),)}
+def stacked_experts(
+    *, hidden: int, ffn: int, experts: int, router: Router, gate: str, bias: bool, by_turns: bool
+) -> Part:
+    """As `mixture_of_experts`, with one tensor of each kind for all experts of a layer, matrices as [inputs, outputs].
+
+    gate: HF's name of the router; bias: it and every product have one; by_turns: so the columns of gate and up lie,
+    else those of gate are first
+    """
+    halves: dict[str, Any] = {"merge_as": "stack", "parts": (ffn, ffn)}
+    if by_turns:
+        halves["interleaved"] = (Interleaved(2 * ffn, 0, 2 * ffn),)
 
     def parameters(layer: int) -> list[Parameter]:
         hf, megatron = f"model.layers.{layer}.mlp.", f"decoder.layers.{layer}.mlp."
@@ -135,13 +142,18 @@ def stacked_experts(*, hidden: int, ffn: int, experts: int, router: Router) -> P
                 for e in range(experts)
             ]  # fmt: skip
 
+        result = [Parameter(f"{megatron}router.weight", ((f"{hf}{gate}.weight", (experts, hidden)),), layer)]
+        # One tensor after the other: all its parts are held until it is complete.
+        up = stacked("gate_up_proj", "linear_fc1.weight", (hidden, 2 * ffn), 0, **halves)
+        down = stacked("down_proj", "linear_fc2.weight", (ffn, hidden), 1)
+        if not bias:
+            return [*result, *up, *down]
         return [
-            Parameter(f"{megatron}router.weight", ((f"{hf}router.weight", (experts, hidden)),), layer),
-            Parameter(f"{megatron}router.bias", ((f"{hf}router.bias", (experts,)),), layer),
-            # One tensor after the other: all its parts are held until it is complete.
-            *stacked("gate_up_proj", "linear_fc1.weight", (hidden, 2 * ffn), 0, **by_turns),
-            *stacked("gate_up_proj_bias", "linear_fc1.bias", (2 * ffn,), 0, **by_turns),
-            *stacked("down_proj", "linear_fc2.weight", (ffn, hidden), 1),
+            *result,
+            Parameter(f"{megatron}router.bias", ((f"{hf}{gate}.bias", (experts,)),), layer),
+            *up,
+            *stacked("gate_up_proj_bias", "linear_fc1.bias", (2 * ffn,), 0, **halves),
+            *down,
             *stacked("down_proj_bias", "linear_fc2.bias", (hidden,), None),
         ]
 

@@ -44,7 +44,10 @@ def build(config: dict[str, Any]) -> Family:
         config["rope_scaling"] = YARN
     hidden, ffn = require(config, "hidden_size", "intermediate_size")
     router = Router(config["num_experts_per_tok"], normalize=True)
-    feed_forward = stacked_experts(hidden=hidden, ffn=ffn, experts=config["num_local_experts"], router=router)
+    feed_forward = stacked_experts(
+        hidden=hidden, ffn=ffn, experts=config["num_local_experts"], router=router, gate="router", bias=True,
+        by_turns=True,
+    )  # fmt: skip
     variant = Variant(
         qkv_bias=True,
         bias=True,

@@ -107,14 +107,16 @@ class HFTensors:
                 del self._owner[name + FP8_SCALE]
 
     def _split_experts(self) -> None:
-        """In place of a layer's two tensors of all experts (files of Qwen3.5) there are those of each. gpt-oss's, which
-        have biases, stay."""
+        """In place of a layer's two tensors of all experts (files of Qwen3.5) there are those of each. Those with
+        matrices as [inputs, outputs] stay (gpt-oss, Qwen3-VL)."""
         for name in [name for name in self._owner if name.endswith(f".experts.{GATE_AND_UP}")]:
             block, both = name.removesuffix(GATE_AND_UP), self._owner[name]
             down = self._owner.get(f"{block}{DOWN}")
-            if f"{name}_bias" in self._owner or not isinstance(both, TensorFile) or not isinstance(down, TensorFile):
+            if not isinstance(both, TensorFile) or not isinstance(down, TensorFile):
                 continue
             experts, rows, _ = both.shape(name)
+            if rows != 2 * down.shape(f"{block}{DOWN}")[2]:
+                continue
             halves = {"gate_proj": slice(0, rows // 2), "up_proj": slice(rows // 2, rows)}
             for expert in range(experts):
                 for part, here in halves.items():

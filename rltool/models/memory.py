@@ -1,7 +1,7 @@
 """What a model takes: its parameters, bytes of a trainer's rank, bytes of an engine, and a layout that fits. Pure.
 
 Activations are those that the trainer's kernels on a GPU save for the backward pass; with other kernels (torch's own,
-on a CPU) there are more. Peaks measured on H200s lie 0 to 6 % below (tests/unit/models/test_memory.py).
+on a CPU) there are more. Peaks measured on GPUs lie 6 % below to 2 % above (tests/unit/models/test_memory.py).
 """
 
 from __future__ import annotations
@@ -192,22 +192,24 @@ def _attention(family: Family, tp: int) -> float:
     if latent is None:
         queries = heads * shape["kv_channels"]
         keys = shape["num_query_groups"] / tp * shape["kv_channels"]
-        # What the product gave (values are a part of it), turned queries and keys, the output; a norm's input.
-        gate = 2 * queries if family.attention.gated else 0  # as it comes of the product, and what it multiplies
-        return (queries + 2 * keys) + (queries + keys) + queries + (queries if shape["qk_layernorm"] else 0) + gate
+        # What the product gave (values are a part of it), turned queries and keys, the output; what norms take.
+        normed = queries + keys if shape["qk_layernorm"] else 0
+        gate = 3 * queries if family.attention.gated else 0  # as it comes of the product, its sigmoid, what that gives
+        return (queries + 2 * keys) + (queries + keys) + queries + normed + gate
     low = 2 * (latent.query_rank or 0) + 2 * latent.rank + latent.rotary
     # Queries, keys, keys and values as they come of their product, the output.
     return low + heads * (2 * latent.head + latent.plain + 2 * latent.value)
 
 
 def _delta_net(family: Family, tp: int) -> float:
-    """With fla's kernels; not measured."""
+    """With fla's kernels."""
     delta = family.attention.delta
     assert delta is not None
     heads, values = delta.value_heads / tp, delta.value_heads / tp * delta.value
-    # What the product gave, and the convolution; queries and keys for each value head, as they are and normalised;
-    # values; a triangle of each chunk of 64 tokens; what the state gave; in float32 norm and gate; the output.
-    return 2 * delta.channels / tp + values + 4 * heads * delta.key + values + 64 * heads + values + 4 * values + values
+    # What the convolution takes; of the rule queries and keys for each value head, normalised, values, a triangle of
+    # each chunk of 64 tokens, the output; gate and norm, and their product; of a head beta twice, and in float32 the
+    # two lengths, the decay as it is summed and what it is made of.
+    return delta.channels / tp + heads * (2 * delta.key + 64 + 12) + 2 * values + 2 * values + values
 
 
 def _gated(shape: dict[str, Any], ffn: float, *, gated: bool) -> float:

@@ -1,15 +1,30 @@
-"""Where a sample has its pictures, and the rotary positions of their tokens. Pure."""
+"""How a model takes pictures, where a sample has them, and the rotary positions of their tokens. Pure, and without
+torch but for the last: gateways read pictures, too."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from rltool.models.base import Pictures
+
+@dataclass(frozen=True)
+class Pictures:
+    """How a model takes pictures. A tower makes features of each, which stand in the places of placeholders.
+
+    token: id of a placeholder; patch: pixels of a side of what the tower reads at once; merge: patches of a side that
+        become one token; deep: so many of the first layers get further features added to their output (DeepStack, Meng
+        et al. 2024, arXiv 2406.04334, section 3)
+    """
+
+    token: int
+    patch: int
+    merge: int
+    deep: int
 
 
 class Place(NamedTuple):
@@ -49,6 +64,27 @@ def token_grid(height: int, width: int, pictures: Pictures, *, least: int, most:
     return rows, columns
 
 
+def spread(
+    ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int, int]]
+) -> tuple[list[int], list[Place]]:
+    """(ids with a placeholder for each token of a picture, where these are). ids: with one placeholder, `token`, for
+    each picture, in order; sizes: (rows, columns, bytes of its file) of each. ValueError where these are others in
+    number."""
+    marks = [at for at, found in enumerate(ids) if found == token]
+    if len(marks) != len(sizes):
+        raise ValueError(
+            f"has {len(sizes)} pictures, and its prompt has {len(marks)} places for one (the token {token}, which the "
+            "chat template writes for a part of the type image)"
+        )
+    out, places, end = list[int](), list[Place](), 0
+    for at, (rows, columns, size) in zip(marks, sizes, strict=True):
+        out += ids[end:at]
+        places.append(Place(len(out), rows, columns, size))
+        out += [token] * places[-1].tokens
+        end = at + 1
+    return [*out, *ids[end:]], places
+
+
 def check_places(tokens: list[int], places: Iterable[Place], pictures: Pictures) -> None:
     """ValueError unless each picture has a placeholder in the place of each of its tokens, and none beside them: the
     features of a picture would lie where another one is, or nothing."""
@@ -68,6 +104,8 @@ def token_axes(lengths: Sequence[int], places: Sequence[Sequence[Place]]) -> Ten
     """[T, 3] int64, position of each token in time, row and column. A picture stands at one time; what follows it goes
     on behind the greater of its rows and columns (Qwen2-VL, arXiv 2409.12191, section 2.1; transformers'
     get_rope_index)."""
+    import torch
+
     found: list[Tensor] = []
     for length, own in zip(lengths, places, strict=True):
         axes, shift = torch.arange(length)[:, None].repeat(1, 3), 0

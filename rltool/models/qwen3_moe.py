@@ -12,18 +12,22 @@ DEFAULTS = {"num_experts_per_tok": 8, "num_experts": 128}
 """transformers' defaults, which config.json may leave out."""
 
 
-def build(config: dict[str, Any]) -> Family:
-    # transformers 5 reads either name.
-    config = {
-        **DEFAULTS,
-        **({"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}),
-        **config,
-    }
+def with_defaults(config: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """transformers 5 reads either name of the number of experts."""
+    named = {"num_experts": config["num_local_experts"]} if "num_local_experts" in config else {}
+    return {**defaults, **named, **config}
+
+
+def sizes(config: dict[str, Any]) -> list[Any]:
+    """hidden size, that of an expert, experts a layer, experts a token. UsageError for layers of other kinds."""
     refuse(config, hidden_act="silu", attention_bias=False, decoder_sparse_step=1, mlp_only_layers=[])
     refuse_sliding_window(config)
-    hidden, ffn, experts, top_k = require(
-        config, "hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok"
-    )
+    return require(config, "hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+
+
+def build(config: dict[str, Any]) -> Family:
+    config = with_defaults(config, DEFAULTS)
+    hidden, ffn, experts, top_k = sizes(config)
     feed_forward = mixture_of_experts(
         hidden=hidden,
         ffn=ffn,

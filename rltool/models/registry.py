@@ -37,12 +37,11 @@ from rltool.models import (
 )
 from rltool.models.base import Family, FamilyDefinition
 
-FAMILIES: tuple[FamilyDefinition, ...] = tuple(
-    module.FAMILY
-    for module in (
-        llama, smollm3, qwen2, qwen2_moe, qwen3, qwen3_vl, qwen3_moe, qwen3_next, qwen3_5, qwen3_5_moe, mistral,
-        mixtral, phi3, gemma2, gemma3, olmo, olmoe, glm4, glm4_moe, deepseek_v3, gpt_oss,
-    )
+FAMILIES: tuple[FamilyDefinition, ...] = (
+    llama.FAMILY, smollm3.FAMILY, qwen2.FAMILY, qwen2_moe.FAMILY, qwen3.FAMILY, qwen3_vl.FAMILY,
+    qwen3_vl.EXPERTS_FAMILY, qwen3_moe.FAMILY, qwen3_next.FAMILY, qwen3_5.FAMILY, qwen3_5_moe.FAMILY, mistral.FAMILY,
+    mixtral.FAMILY, phi3.FAMILY, gemma2.FAMILY, gemma3.FAMILY, olmo.FAMILY, olmoe.FAMILY, glm4.FAMILY,
+    glm4_moe.FAMILY, deepseek_v3.FAMILY, gpt_oss.FAMILY,
 )  # fmt: skip
 _BY_ARCHITECTURE = {architecture: family for family in FAMILIES for architecture in family.architectures}
 HOW_TO_ADD = 'docs/extending.md, "Adding a model family"'

@@ -21,6 +21,7 @@ from rltool.config.rollout import DeadlinesConfig, RolloutConfig
 from rltool.engines.types import Completion, GenerateRequest, Picture, SamplingParams
 from rltool.errors import ContractViolation, EngineError, RltoolError, UsageError
 from rltool.processes.tasks import all_of
+from rltool.rollout import pictures
 from rltool.rollout.data import Prompt
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.seeds import hash31
@@ -198,9 +199,7 @@ async def _ask(sample: Sample, request: GenerateRequest, context: GenerateContex
 async def _pictures(sample: Sample) -> tuple[Picture, ...]:
     if not sample.picture_places:
         return ()
-    from rltool.rollout.pictures import for_engine  # needs torch, which gateways do without
-
-    return await asyncio.to_thread(for_engine, sample.multimodal_inputs, sample.picture_places)
+    return await asyncio.to_thread(pictures.for_engine, sample.multimodal_inputs, sample.picture_places)
 
 
 def check_prompt(sample: Sample, vocab_size: int) -> None:

@@ -14,13 +14,14 @@ from urllib.parse import unquote, urlsplit
 
 from rltool.engines.types import Picture
 from rltool.errors import UsageError
-from rltool.models.base import Pictures
-from rltool.models.pictures import Place, places_of, token_grid
+from rltool.models.pictures import Pictures, places_of, spread, token_grid
 
 KEPT_FILES = 512
 """Files in memory: the samples of a group share one, and of a batch few more are in use at a time."""
 SHOWN_BYTES, SHOWN_PIXELS = 16 * 1024, 256
 """Of what reports show: larger files are made smaller."""
+PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+"""Files of a model directory, one of which says how its pictures are made smaller and cut."""
 ORIENTATION = 0x0112
 """EXIF's tag of how a camera was held."""
 
@@ -62,16 +63,24 @@ def _decoded(text: str) -> bytes | None:
 
 @lru_cache(KEPT_FILES)
 def picture_file(source: str) -> bytes:
-    """The file of a picture, by `source_of`: as it is where it is a PNG or JPEG of three colours, else as a PNG of
-    these. Engine and trainer would differ in what they make of transparency, palettes and turned photographs.
-    ValueError where it cannot be read."""
-    from PIL import Image, ImageOps
-
+    """The `plain_file` of a picture, by `source_of`. ValueError where it cannot be read."""
     try:
         if source.startswith("data:"):
             data = base64.b64decode(source.partition(",")[2], validate=True)
         else:
             data = Path(source).read_bytes()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the picture {source[:80]} cannot be read: {error}") from error
+    return plain_file(data, source[:80])
+
+
+def plain_file(data: bytes, name: str) -> bytes:
+    """A picture's file as it is where it is a PNG or JPEG of three colours, else as a PNG of these. Engine and trainer
+    would differ in what they make of transparency, palettes and turned photographs. ValueError, with its name, where it
+    cannot be read."""
+    from PIL import Image, ImageOps
+
+    try:
         with Image.open(io.BytesIO(data)) as image:
             image.load()
             plain = image.mode == "RGB" and "transparency" not in image.info
@@ -84,8 +93,8 @@ def picture_file(source: str) -> bytes:
             stream = io.BytesIO()
             upright.convert("RGB").save(stream, "png")
             return stream.getvalue()
-    except (OSError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"the picture {source[:80]} cannot be read: {error}") from error
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"the picture {name} cannot be read: {error}") from error
 
 
 def files_of(inputs: Mapping[str, Sequence[str]]) -> bytes:
@@ -122,10 +131,14 @@ def _shown(source: str) -> str:
     return _url(stream.getvalue())
 
 
-@lru_cache(KEPT_FILES)
-def _url(data: bytes) -> str:
+def url_of(data: bytes) -> str:
+    """Data URL of a `plain_file`."""
     kind = "png" if data.startswith(b"\x89PNG") else "jpeg"
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
+
+
+_url = lru_cache(KEPT_FILES)(url_of)
+"""Of files that many samples share; a gateway's sessions do not."""
 
 
 class PictureReader:
@@ -156,24 +169,16 @@ class PictureReader:
         ids: with one placeholder for each of `values`, in order. ValueError where these are others in number, and for a
         picture that cannot be read."""
         sources = [source_of(value, self._root) for value in values]
-        marks = [at for at, token in enumerate(ids) if token == self._pictures.token]
-        if len(marks) != len(sources):
-            raise ValueError(
-                f"has {len(sources)} pictures, and its prompt has {len(marks)} places for one (the token "
-                f"{self._pictures.token}, which the chat template writes for a part of the type image)"
-            )
-        out, places, end = list[int](), array("q"), 0
-        for at, source in zip(marks, sources, strict=True):
-            data = picture_file(source)
-            rows, columns = self._grid(data)
-            out += ids[end:at]
-            place = Place(len(out), rows, columns, len(data))
-            places.extend(place)
-            out += [self._pictures.token] * place.tokens
-            end = at + 1
-        return [*out, *ids[end:]], sources, places
+        out, places = spread(ids, self.token, [self.size(picture_file(source)) for source in sources])
+        return out, sources, array("q", [number for place in places for number in place])
 
-    def _grid(self, data: bytes) -> tuple[int, int]:
+    @property
+    def token(self) -> int:
+        """Id of a placeholder."""
+        return self._pictures.token
+
+    def size(self, data: bytes) -> tuple[int, int, int]:
+        """(rows, columns, bytes) of a picture's file. ValueError for one that the model does not take."""
         from PIL import Image
 
         with Image.open(io.BytesIO(data)) as image:
@@ -185,4 +190,4 @@ class PictureReader:
         patches = self._processor.get_number_of_image_patches(height, width)
         if grid[0] * grid[1] * self._pictures.merge**2 != patches:
             raise ValueError(f"{height} x {width} pixels are {grid} tokens, and {patches} patches by transformers")
-        return grid
+        return *grid, len(data)

@@ -6,13 +6,11 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rltool.errors import UsageError
 from rltool.models.weight_files import check_tokenizer_files, no_tokenizer
-
-if TYPE_CHECKING:  # which needs torch
-    from rltool.rollout.pictures import PictureReader
+from rltool.rollout.pictures import PictureReader
 
 
 class TemplateFailed(UsageError):

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rltool.errors import UsageError
-from rltool.tinker.calls import SAMPLERS, STATES, checkpoint_path, parse_any_path
+from rltool.tinker.paths import SAMPLERS, STATES, parse_path
 from rltool.tinker.service import Saved, Service
 
 Body = dict[str, Any]
@@ -15,9 +15,9 @@ Body = dict[str, Any]
 
 def checkpoint(saved: Saved) -> Body:
     return {
-        "checkpoint_id": f"{saved.kind}/{saved.name}", "time": _time(saved.time),
-        "checkpoint_type": "training" if saved.kind == STATES else "sampler",
-        "tinker_path": checkpoint_path(saved.model, saved.kind, saved.name), "size_bytes": saved.size, "public": False,
+        "checkpoint_id": f"{saved.path.kind}/{saved.path.name}", "time": _time(saved.time),
+        "checkpoint_type": "training" if saved.path.kind == STATES else "sampler",
+        "tinker_path": str(saved.path), "size_bytes": saved.size, "public": False,
         "expires_at": None if saved.expires is None else _time(saved.expires),
     }  # fmt: skip
 
@@ -50,9 +50,9 @@ async def training_runs(service: Service, client: str, query: Mapping[str, str])
 
 async def weights_info(service: Service, client: str, body: Body) -> Body:
     await service.expire()
-    model, kind, name = parse_any_path(str(body.get("tinker_path")))
-    service.demand_checkpoint(client, model, kind, name)
-    lora = service.lora_of(model)
+    path = parse_path(body.get("tinker_path"))
+    service.demand_checkpoint(client, path)
+    lora = service.lora_of(path.model)
     info: Body = {"base_model": service.base_model, "is_lora": lora is not None}
     if lora is not None:
         info |= {"lora_rank": lora["rank"], "train_unembed": False}
@@ -62,7 +62,7 @@ async def weights_info(service: Service, client: str, body: Body) -> Body:
 
 def _run(service: Service, client: str, model: str) -> Body:
     lora = service.lora_of(model)
-    newest = {each.kind: checkpoint(each) for each in service.saved(model)}
+    newest = {each.path.kind: checkpoint(each) for each in service.saved(model)}
     return {
         "training_run_id": model, "base_model": service.base_model, "model_owner": client, "is_lora": lora is not None,
         "lora_rank": lora["rank"] if lora else None, "last_request_time": _time(service.last_call(model)),

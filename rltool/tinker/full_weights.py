@@ -29,7 +29,7 @@ from rltool.processes.tasks import Background
 from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.versions import VersionBook
 from rltool.tinker.sampling import REQUESTS_PER_ENGINE, Held, Samplers
-from rltool.tinker.service import KEPT_NO_MORE, Service
+from rltool.tinker.service import GONE, Service
 from rltool.training.checks.preflight import ProbedFleet
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines
@@ -190,7 +190,7 @@ class PublishedWeights(Held):
 
 def _demand(weights: Path) -> None:
     if not weights.is_dir():
-        raise UsageError(KEPT_NO_MORE)
+        raise UsageError(GONE)
 
 
 @asynccontextmanager

@@ -44,12 +44,34 @@ class Call:
     body: dict[str, Any]
 
 
+def _open(path: Path) -> int:
+    """To be read and appended to; for its owner alone, from its first byte."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+
+
+def _replace(path: Path, values: Iterable[dict[str, Any]]) -> int:
+    """A file with these lines in the place of `path`, which it is opened as. A kill leaves the old one or the new."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)  # what a kill has left may have another mode
+    file = _open(new)
+    try:
+        for value in values:
+            line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
+            while line:
+                line = line[os.write(file, line) :]
+        os.fsync(file)
+        os.replace(new, path)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
 class Lines:
     """A file of JSON, one value a line, that grows, and is replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._path = path
+        self._file, self._path = _open(path), path
 
     def read(self) -> list[dict[str, Any]]:
         data = self._path.read_bytes()
@@ -79,24 +101,14 @@ class Lines:
 
     def replace(self, values: Iterable[dict[str, Any]]) -> None:
         """In place of all lines. On the disk when this returns; a kill leaves all the old lines or all the new ones."""
-        new = self._path.with_name(f"{self._path.name}.new")
-        file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        try:
-            for value in values:
-                line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-                while line:
-                    line = line[os.write(file, line) :]
-            os.fsync(file)
-            os.replace(new, self._path)
-        except BaseException:
-            os.close(file)
-            raise
+        file = _replace(self._path, values)
         os.close(self._file)
         self._file = file
         sync_directory(self._path.parent)  # or a power cut could take the rename back
 
     def close(self) -> None:
         os.close(self._file)
+        self._file = -1
 
 
 class Journal:
@@ -147,8 +159,9 @@ class Journal:
                     self.calls[number] = call
 
     def close(self) -> None:
-        self._calls.close()
-        self._results.close()
+        with self._lock:  # a call may be on its way to the disk
+            self._calls.close()
+            self._results.close()
 
 
 class History:
@@ -161,7 +174,7 @@ class History:
 
     def __init__(self, directory: Path) -> None:
         self._path, self._lock, self._folded = directory / "history.jsonl", threading.Lock(), 0
-        self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = _open(self._path)
         self._cut()
         self._boot, self._written = secrets.token_hex(6), time.monotonic()
         self.clients: dict[str, dict[str, Any]] = {}
@@ -185,13 +198,8 @@ class History:
         """Where it has doubled since, and is more than HISTORY_BYTES. One that is damaged is left as it is."""
         if os.fstat(self._file).st_size <= max(HISTORY_BYTES, 2 * self._folded):
             return
-        new = self._path.with_name(f"{self._path.name}.new")
         with self._lock, suppress(OSError, RltoolError):
-            lines = read_history(self._path).folded(self._boot)
-            new.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            file = os.open(new, os.O_RDWR | os.O_APPEND)
-            os.fchmod(file, 0o600)
-            os.replace(new, self._path)
+            file = _replace(self._path, read_history(self._path).folded(self._boot))
             os.close(self._file)
             self._file = file
         self._folded = os.fstat(self._file).st_size

@@ -1,20 +1,21 @@
 """Sampling requests of clients: begun when they are accepted, their results kept until they are old.
 
-They are in no journal: a sample is no part of any state. After a restart of the server a client is told that its
-request is gone (410), which the released client answers by asking again.
+They are in no journal: a sample is no part of any state. After a restart of the server, and where the result is kept no
+more, a client is told that its request is gone (410), which the released client answers by asking again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import json
+import logging
 import secrets
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +28,10 @@ from rltool.tinker.wire import SampleOutput, encode_samples
 
 SAMPLE = "sample-"
 """Begins the ids of sampling requests."""
-KEPT_RESULTS = 16384
-"""Of all clients: a result that was asked for may be asked for again, where its answer was lost."""
+KEPT_RESULTS, KEPT_BYTES = 16384, 256 * 2**20
+"""Of all clients: a result that was fetched may be asked for again, where its answer was lost."""
+
+logger = logging.getLogger(__name__)
 
 
 class Sampling(Protocol):
@@ -87,15 +90,19 @@ class Samples:
         self._turns = Turns(sampling.at_once)
         self._boot, self._count = secrets.token_hex(6), 0
         self._tasks = Background()
-        self._asked: OrderedDict[str, _Asked] = OrderedDict()
+        self._asked: dict[str, _Asked] = {}
+        self._done: tuple[OrderedDict[str, int], OrderedDict[str, int]] = OrderedDict(), OrderedDict()
+        """Those that have ended, with the bytes of their results, the oldest first: fetched, and not fetched yet."""
         self._by_key: dict[tuple[str, str, int], str] = {}
+        self._bytes = 0
         self.in_flight: Counter[str] = Counter()
         """By client."""
         self.ended, self.tokens = 0, 0
         """Requests that engines have answered, and the tokens that they sampled."""
 
-    def begin(self, client: str, body: Mapping[str, Any], weights: Path | None) -> str:
-        """The id of the request, in flight from now on. A repetition gives the id of the first. UsageError, Refused."""
+    def begin(self, client: str, body: Mapping[str, Any], weights: Callable[[], Path | None]) -> str:
+        """The id of the request, in flight from now on. A repetition gives the id of the first, whatever has become of
+        the weights. UsageError, Refused, errors of weights()."""
         session, seq = body.get("sampling_session_id"), body.get("seq_id")
         if isinstance(seq, bool) or not isinstance(seq, int):
             raise UsageError(f"seq_id is {seq!r}, expected an integer: it makes a repetition known")
@@ -109,25 +116,31 @@ class Samples:
         if self.in_flight[client] >= self._most:
             raise Refused(429, f"{self._most} sampling requests are in flight, the most that a client may have")
         asked = parse_sample(body, vocab_size=self._vocab_size, max_model_len=self._sampling.max_model_len)
+        directory = weights()
         self._count += 1
         number = f"{SAMPLE}{self._boot}-{self._count}"
         self.in_flight[client] += 1
-        task = self._tasks.start(self._sample(client, asked, weights), number, awaited=True)
-        task.add_done_callback(lambda _: self.in_flight.subtract([client]))
+        task = self._tasks.start(self._sample(client, asked, directory), number, awaited=True)
         self._asked[number], self._by_key[key] = _Asked(client, key, digest, task), number
-        self._forget()
+        task.add_done_callback(partial(self._end, client, number))
         return number
 
     async def result(self, client: str, number: str, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Refused: 404 of another client's as of none, 410 of one that is gone."""
         asked = self._asked.get(number)
-        if asked is None and not number.startswith(f"{SAMPLE}{self._boot}-"):
+        boot, _, count = number.removeprefix(SAMPLE).partition("-")
+        if asked is None and boot != self._boot:
             raise Refused(410, f"request {number} is gone: the server was started again; ask once more")
+        if asked is None and count.isdecimal() and len(count) < 19 and int(count) <= self._count:
+            raise Refused(410, f"request {number} is gone: its result is kept no more; ask once more")
         if asked is None or asked.client != client:
             raise Refused(404, f"there is no request {number!r}")
         await asyncio.wait((asked.task,), timeout=seconds)
         if not asked.task.done():
             return None
+        fetched, fresh = self._done
+        if number in fresh:
+            fetched[number] = fresh.pop(number)
         if asked.task.cancelled():
             return {"error": "the request was cancelled", "category": "user"}
         return asked.task.result()
@@ -144,20 +157,28 @@ class Samples:
         try:
             async with self._turns.slot(client):
                 output = await self._sampling.sample(asked, weights)
+            proto = encode_samples(output)
         except (UsageError, EngineRejected) as error:
             return {"error": str(error), "category": "user"}
         except RltoolError as error:
             return {"error": str(error), "category": "server"}
+        except Exception as error:  # raised at each poll, it would be polled for ever
+            logger.exception("a sampling request of %s", client)
+            return {"error": f"{type(error).__name__}: {error}", "category": "server"}
         tokens = sum(len(sequence.tokens) for sequence in output.sequences)
         self.ended += 1
         self.tokens += tokens
         self._on_ended(client, tokens)
-        return {"proto": base64.b64encode(encode_samples(output)).decode()}
+        return {"proto": proto}
 
-    def _forget(self) -> None:
-        """The oldest that have ended."""
-        while len(self._asked) > KEPT_RESULTS:
-            number = next((number for number, asked in self._asked.items() if asked.task.done()), None)
-            if number is None:
-                return
-            del self._by_key[self._asked.pop(number).key]
+    def _end(self, client: str, number: str, task: asyncio.Task[dict[str, Any]]) -> None:
+        """Takes out the oldest results that are too many, those that were fetched first."""
+        self.in_flight[client] -= 1
+        fetched, fresh = self._done
+        result = {} if task.cancelled() else task.result()
+        fresh[number] = len(result.get("proto", b""))
+        self._bytes += fresh[number]
+        while len(fetched) + len(fresh) > KEPT_RESULTS or (self._bytes > KEPT_BYTES and len(fetched) + len(fresh) > 1):
+            gone, size = (fetched or fresh).popitem(last=False)
+            self._bytes -= size
+            del self._by_key[self._asked.pop(gone).key]

@@ -9,7 +9,7 @@ started again refuses a name that it has not; then it is given what it lacks, an
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 import time
 import uuid
 from array import array
@@ -49,14 +49,15 @@ SLOTS_UNKNOWN = 4
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """n samples of a prompt. scored: how many of the prompt's last tokens get log-probabilities; topk: of the most
-    probable tokens in the place of each of these; topk_sampled: in the place of each sampled one."""
+    """n samples of a prompt. scored: how many of the prompt's last tokens get log-probabilities, None: they are not
+    wanted; topk: of the most probable tokens in the place of each of these; topk_sampled: in the place of each sampled
+    one."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     n: int = 1
     seed: int | None = None
-    scored: int = 0
+    scored: int | None = None
     topk: int = 0
     topk_sampled: int = 0
 
@@ -80,9 +81,11 @@ def parse_sample(body: Mapping[str, Any], *, vocab_size: int, max_model_len: int
             "sequence at this server's engines"
         )
     n = _count(body.get("num_samples", 1), "num_samples", least=1, most=MOST_SAMPLES)
-    scored = len(prompt) - 1 if body.get("prompt_logprobs") or body.get("topk_prompt_logprobs") else 0
+    scored = len(prompt) - 1 if body.get("prompt_logprobs") or body.get("topk_prompt_logprobs") else None
     if (last := body.get("prompt_logprobs_last_n")) is not None:
-        scored = _count(last, "prompt_logprobs_last_n", least=1, most=max(len(prompt) - 1, 1))
+        if scored is None:
+            raise UsageError("prompt_logprobs_last_n needs prompt_logprobs or topk_prompt_logprobs")
+        scored = _count(last, "prompt_logprobs_last_n", least=1, most=len(prompt) - 1)
     return SampleRequest(
         prompt, _sampling(given, most), n, given.get("seed"), scored,
         _count(body.get("topk_prompt_logprobs") or 0, "topk_prompt_logprobs"),
@@ -117,12 +120,14 @@ def _sampling(given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
 
 def _tokens(prompt: object, vocab_size: int) -> tuple[int, ...]:
     chunks = _object(prompt, "prompt").get("chunks")
-    if not isinstance(chunks, list) or not all(isinstance(chunk, dict) and "tokens" in chunk for chunk in chunks):
+    if not isinstance(chunks, list) or not all(
+        isinstance(chunk, dict) and isinstance(chunk.get("tokens"), list) for chunk in chunks
+    ):  # fmt: skip
         raise UsageError("prompt has a picture or sound, or no chunks; text alone is supported")
     tokens = tuple(token for chunk in chunks for token in chunk["tokens"])
     if not tokens:
         raise UsageError("prompt has no tokens")
-    if not all(isinstance(token, int) and 0 <= token < vocab_size for token in tokens):
+    if not all(type(token) is int and 0 <= token < vocab_size for token in tokens):
         raise UsageError(f"prompt has tokens outside of the vocabulary of {vocab_size}")
     return tokens
 
@@ -134,7 +139,7 @@ def _object(value: object, what: str) -> dict[str, Any]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _count(value: object, what: str, *, least: int = 0, most: int | None = None) -> int:
@@ -146,12 +151,12 @@ def _count(value: object, what: str, *, least: int = 0, most: int | None = None)
 
 @dataclass
 class _Held:
-    """load: counts up; leaves: it gets no more requests, for another is to have its place."""
+    """load: counts up; draining: it gets no more requests, for another is to have its place."""
 
     name: str
     load: int
     users: int = 0
-    leaves: bool = False
+    draining: bool = False
 
 
 class LoadedAdapters:
@@ -163,7 +168,7 @@ class LoadedAdapters:
         self._named, self._deadline = NamedAdapters(engines.client, deadline=deadline), deadline
         self._held: dict[Path, _Held] = {}
         """The least lately used first."""
-        self._line: dict[Path, int] = {}
+        self._queue: dict[Path, int] = {}
         """Those that have no place, the first first: how many requests wait for each."""
         self._loads = 0
         self._changed = asyncio.Condition()
@@ -209,15 +214,15 @@ class LoadedAdapters:
     async def _place(self, directory: Path) -> _Held:
         async with self._changed:
             if not self._has_place(directory):
-                self._line[directory] = self._line.get(directory, 0) + 1
+                self._queue[directory] = self._queue.get(directory, 0) + 1
                 try:
                     while not self._has_place(directory):
-                        if next(iter(self._line)) != directory or not await self._make_place(directory):
+                        if next(iter(self._queue)) != directory or not await self._make_place(directory):
                             await self._changed.wait()
                 finally:
-                    self._line[directory] -= 1
-                    if not self._line[directory]:
-                        del self._line[directory]
+                    self._queue[directory] -= 1
+                    if not self._queue[directory]:
+                        del self._queue[directory]
                     self._changed.notify_all()
             held = self._held[directory] = self._held.pop(directory)
             held.users += 1
@@ -225,18 +230,18 @@ class LoadedAdapters:
 
     def _has_place(self, directory: Path) -> bool:
         held = self._held.get(directory)
-        return held is not None and not held.leaves
+        return held is not None and not held.draining
 
     async def _make_place(self, directory: Path) -> bool:
         """For the first in line. Whether it has it now."""
         if directory in self._held:
-            self._held[directory].leaves = False
+            self._held[directory].draining = False
             return True
         if len(self._held) >= self._slots:
             idle = next((path for path, held in self._held.items() if not held.users), None)
             if idle is None:
-                if not any(held.leaves for held in self._held.values()):
-                    min(self._held.values(), key=lambda held: held.load).leaves = True
+                if not any(held.draining for held in self._held.values()):
+                    min(self._held.values(), key=lambda held: held.load).draining = True
                 return False
             await self._named.unload(self._held.pop(idle).name)
         self._loads += 1
@@ -381,11 +386,15 @@ async def adapter_samplers(
 
 def _of_prompt(asked: SampleRequest, found: TokenScores | None) -> tuple[Values | None, Topk | None]:
     """Log-probabilities of the prompt's tokens, and the most probable tokens in the place of each."""
-    if found is None:
+    places, scored = len(asked.prompt), asked.scored
+    if scored is None:
         return None, None
-    logprobs = np.full(len(asked.prompt), np.nan, np.float32)
-    logprobs[-asked.scored :] = found.logprobs[-asked.scored :]
-    return logprobs, _table(found, asked.topk, places=len(asked.prompt), scored=asked.scored) if asked.topk else None
+    logprobs = np.full(places, np.nan, np.float32)
+    if found is None:  # of one token
+        none = np.full((places, asked.topk), -1, np.int32), np.full((places, asked.topk), -np.inf, np.float32)
+        return logprobs, Topk(*none) if asked.topk else None
+    logprobs[places - scored :] = found.logprobs[-scored:]
+    return logprobs, _table(found, asked.topk, places=places, scored=scored) if asked.topk else None
 
 
 def _table(found: TokenScores, k: int, *, places: int, scored: int) -> Topk:

@@ -22,9 +22,10 @@ from rltool.algorithms.named_losses import check_loss
 from rltool.engines.run_client import ServedStatus
 from rltool.errors import UsageError
 from rltool.processes.keys import read_key
+from rltool.processes.tasks import beside
 from rltool.tinker import checkpoints
-from rltool.tinker.calls import SAMPLERS, STATES, checkpoint_name
 from rltool.tinker.journal import Call
+from rltool.tinker.paths import SAMPLERS, STATES, CheckpointPath, checkpoint_name
 from rltool.tinker.samples import SAMPLE, Samples
 from rltool.tinker.service import Refused, Service
 from rltool.tinker.wire import decode_forward
@@ -69,11 +70,14 @@ class TinkerServer:
     ) -> None:  # fmt: skip
         self._service, self._keys, self._samples, self._poll_seconds = service, dict(keys), samples, poll_seconds
         self._watched_by = watched_by
+        self._ending = asyncio.Event()
+        """Polls are answered at once from then on, and the process that is started next is asked."""
         self.requests: Counter[str] = Counter()
         """By route, of this process, those refused too."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._service.limits.body_bytes, middlewares=[self._counting])
+        app.on_shutdown.append(self._end_polls)
         posts: dict[str, Handler] = {
             "client/config": self._client_config,
             "client/dynamic_config": _always({"sample_cancel_enabled": self._samples is not None}),
@@ -144,16 +148,16 @@ class TinkerServer:
         service, runs = self._service, PREFIX + "training_runs"
         one, add = f"{runs}/{{model}}/checkpoints/{{kind:{STATES}|{SAMPLERS}}}/{{name}}", partial(self._add, app)
 
-        def named(request: web.Request) -> tuple[str, str, str]:
+        def named(request: web.Request) -> CheckpointPath:
             found = request.match_info
-            return found["model"], found["kind"], checkpoint_name(found["name"])
+            return CheckpointPath(found["model"], found["kind"], checkpoint_name(found["name"]))
 
         async def delete(client: str, body: Body, request: web.Request) -> Body:
-            await service.delete_checkpoint(client, *named(request))
+            await service.delete_checkpoint(client, named(request))
             return {}
 
         async def set_ttl(client: str, body: Body, request: web.Request) -> Body:
-            await service.set_ttl(client, *named(request), body.get("ttl_seconds"))
+            await service.set_ttl(client, named(request), body.get("ttl_seconds"))
             return {}
 
         add("GET", runs, lambda client, _, asked: checkpoints.training_runs(service, client, asked.query))
@@ -200,7 +204,7 @@ class TinkerServer:
             if request.content_type != "application/x-protobuf":
                 raise UsageError(f"forward_backward is {request.content_type}, expected application/x-protobuf")
             proto = await request.read()
-            asked = decode_forward(proto)
+            asked = await asyncio.to_thread(decode_forward, proto)
             for inputs in {tuple(datum.inputs) for datum in asked.data}:
                 check_loss(asked.loss, inputs, asked.settings)
             tokens = sum(len(datum.tokens) for datum in asked.data)
@@ -224,7 +228,7 @@ class TinkerServer:
     async def _sample(self, client: str, body: Body) -> Body:
         assert self._samples is not None, "else it has no route"
         sampler = self._service.demand_sampler(client, body.get("sampling_session_id"))
-        number = self._samples.begin(client, body, self._service.weights_of(sampler))
+        number = self._samples.begin(client, body, partial(self._service.weights_of, sampler))
         sequences = [f"{number}-{i}" for i in range(body.get("num_samples", 1))]
         return {"request_id": number, "sample_sequence_ids": sequences}
 
@@ -232,6 +236,12 @@ class TinkerServer:
         assert self._samples is not None, "else it has no route"
         self._samples.cancel(client, str(body.get("request_id")))
         return {"type": "cancel_future"}
+
+    async def _end_polls(self, app: web.Application) -> None:
+        self._ending.set()
+
+    async def _ends(self) -> None:
+        await self._ending.wait()
 
     def _future(self, accept: Callable[[str, Body], Awaitable[Call]]) -> Handler:
         async def handler(client: str, body: Body) -> Body:
@@ -243,13 +253,14 @@ class TinkerServer:
         async def wait(client: str, body: Body) -> Body:
             number = body.get("request_id")
             if self._samples is not None and isinstance(number, str) and number.startswith(SAMPLE):
-                result = await self._samples.result(client, number, self._poll_seconds)
-                if result is None:
-                    raise _TryAgain
-                return result
-            if not isinstance(number, str) or not number.isdecimal():
-                raise Refused(404, f"there is no request {number!r}")
-            result = await self._service.result(client, int(number), self._poll_seconds)
+                polled = self._samples.result(client, number, self._poll_seconds)
+            elif not isinstance(number, str) or not number.isdecimal() or len(number) > 18:
+                raise Refused(404, f"there is no request {str(number)[:40]!r}")
+            else:
+                polled = self._service.result(client, int(number), self._poll_seconds)
+            async with beside(polled, self._ends()) as tasks:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                result = tasks[0].result() if tasks[0].done() else None
             if result is None:
                 raise _TryAgain
             return result
@@ -281,8 +292,9 @@ class TinkerServer:
             if body is None:
                 body = await _json(request)
             answer = await handler(client, body)
-            if "proto" in answer:
-                return web.Response(body=base64.b64decode(answer["proto"]), content_type="application/x-protobuf")
+            if (proto := answer.get("proto")) is not None:  # text in the journal
+                proto = proto if isinstance(proto, bytes) else base64.b64decode(proto)
+                return web.Response(body=proto, content_type="application/x-protobuf")
             return web.json_response(answer)
         except _TryAgain:
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
@@ -300,7 +312,7 @@ class TinkerServer:
         return _error(status, reason)
 
     def _client(self, request: web.Request) -> str:
-        given = request.headers.get("X-API-Key", "").encode()
+        given = _bytes_of(request, "X-API-Key")
         found = [client for client, key in self._keys.items() if hmac.compare_digest(given, key.encode())]
         if not found:
             raise Refused(401, "the key (X-API-Key, TINKER_API_KEY) is none of this server's clients")
@@ -315,7 +327,7 @@ class TinkerServer:
         expected = f"Bearer {key}".encode()
 
         async def handle(request: web.Request) -> web.Response:
-            if not hmac.compare_digest(request.headers.get("Authorization", "").encode(), expected):
+            if not hmac.compare_digest(_bytes_of(request, "Authorization"), expected):
                 return _error(401, "the bearer key is missing or not that of the run")
             return answer(run)
 
@@ -368,6 +380,11 @@ def _always(body: Body) -> Handler:
         return body
 
     return handler
+
+
+def _bytes_of(request: web.Request, header: str) -> bytes:
+    """As they were sent: what is no text is no key."""
+    return request.headers.get(header, "").encode(errors="surrogateescape")
 
 
 def _promise(call: Call) -> Body:

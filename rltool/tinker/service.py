@@ -3,7 +3,8 @@
 Each model's calls run in the order in which they were accepted; between clients they take turns. After a restart the
 state is that of the last snapshot and of the calls after it, carried out again in the order in which they were before:
 a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
-snapshot (`Service._compact`). A model whose client is silent (`Limits.session_timeout`) makes room for others.
+snapshot (`Service._compact`). A model whose session is idle (`Limits.session_timeout`) is evicted where another needs
+its place.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import asyncio
 import hashlib
 import json
 import math
+import os
 import secrets
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,32 +28,19 @@ from rltool.engines.run_client import CallCounts
 from rltool.errors import RltoolError, RunFault, UsageError
 from rltool.processes.files import write_json_atomic
 from rltool.processes.tasks import Background, beside
-from rltool.tinker.calls import (
-    SAMPLERS,
-    SHARED,
-    STATES,
-    adam_params,
-    adapter_spec,
-    checkpoint_name,
-    checkpoint_path,
-    is_unnamed,
-    parse_path,
-    parse_sampler_path,
-    perform,
-    trains_all,
-    unnamed_sampler,
-)
+from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
 from rltool.tinker.journal import Call, History, Journal
+from rltool.tinker.paths import SAMPLERS, SHARED, STATES, CheckpointPath, checkpoint_name, parse_path, unnamed
 from rltool.training.served import ServedTrainer
 
-_OF_THE_BOOKS = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
+_BOOKKEEPING = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
 """Calls that the trainer has no part in: they are done when they are accepted."""
 
 _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 """Calls after which the ranks' weights may be others."""
 
-_NO_WORD = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
-"""Calls that are no sign of a session's client: the server's own, or those of any process with the client's key."""
+_NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
+"""Calls that are no activity of a session: the server's own, or those of any process with the client's key."""
 
 T = TypeVar("T")
 
@@ -63,12 +52,14 @@ FETCHED_SECONDS = 600.0
 RESULTS = 4
 """Times Limits.in_flight: of each client the newest calls, whose results are kept until they are fetched."""
 NO_SEQ = 2**63
+_REMOVED = ".removed-"
+"""Begins names of directories that are being removed."""
 KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""
-KEPT_NO_MORE = "these weights are kept no more: of those without a name the newest are; save again"
+GONE = "these weights are gone: of saves without a name the newest are kept; save again"
 
-LISTEN_SECONDS, STALL_SECONDS = 1.0, 15.0
-"""How often it is looked whether this process stood still, and from when on it did: then it heard nobody."""
+STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
+"""How often it is checked whether this process stalled, and the length that is a stall: it saw no client meanwhile."""
 
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
@@ -86,8 +77,8 @@ class Refused(Exception):
 class Limits:
     """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
     kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank.
-    session_timeout: seconds without a word of a session, after which its models are unloaded where others need their
-    place."""
+    session_timeout: seconds without a request or heartbeat after which a session is idle: its models are evicted where
+    others need their place."""
 
     in_flight: int = 256
     samples: int = 4096
@@ -99,7 +90,7 @@ class Limits:
 
 
 @dataclass
-class _Shelf:
+class _Saves:
     """Checkpoints of one kind. names: with the deleted ones. ttl: seconds that a save asked for, of weights without a
     name too; expires: set later, seconds of the clock, None for never."""
 
@@ -111,29 +102,26 @@ class _Shelf:
 
 @dataclass
 class _Model:
-    """lora: the client's lora_config. shelves: by kind, STATES and SAMPLERS. inflight: calls that published weights for
+    """lora: the client's lora_config. saves: by kind, STATES and SAMPLERS. inflight: calls that published weights for
     all of its sampling clients of this kind, and the names of these. refused: by the trainer, when it was to be made;
-    it is neither listed nor counted. unloaded: its trainer has forgotten it, and its checkpoints stay; gave_way: it was
-    silent, and its place was needed. last: the number of its last call."""
+    it is neither listed nor counted. unloaded: its trainer has forgotten it, and its checkpoints stay; evicted: for
+    another, as its session was idle. last: the number of its last call."""
 
     client: str
     lora: dict[str, Any] | None
-    shelves: dict[str, _Shelf] = field(default_factory=lambda: {STATES: _Shelf(), SAMPLERS: _Shelf()})
+    saves: dict[str, _Saves] = field(default_factory=lambda: {STATES: _Saves(), SAMPLERS: _Saves()})
     inflight: list[tuple[int, str]] = field(default_factory=list)
     refused: bool = False
     unloaded: bool = False
-    gave_way: bool = False
+    evicted: bool = False
     last: int = -1
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint. kind: STATES or SAMPLERS; time, expires: seconds of the clock, expires None for never; size: in
-    bytes."""
+    """A checkpoint. time, expires: seconds of the clock, expires None for never; size: in bytes."""
 
-    model: str
-    kind: str
-    name: str
+    path: CheckpointPath
     time: float
     size: int
     expires: float | None
@@ -168,21 +156,26 @@ class Service:
         self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
         """By client, who comes next first."""
-        self._again: deque[Call] = deque()
+        self._replay: deque[Call] = deque()
         """Done before this start, and not in the snapshot."""
         self._done: dict[str, int] = {}
         """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
+        self._entered = -1
+        """The last call that is in the books."""
+        self._compacted: dict[int, tuple[Call, Call | None]] = {}
+        """Calls that the journal has in another form since, None: no more. The books are the event loop's to change."""
         self._fetched: dict[int, float] = {}
         """Number of a call -> when its result was given out first."""
         self._shared, self._copying = shared, set[str]()
         self._deletions: list[Call] = []
         """Whose files may be there yet."""
+        self._sizes: dict[CheckpointPath, int] = {}
         self._last_calls: dict[str, float] = {}
-        self._heard: dict[str, float] = {}
-        """Session -> when its client was heard last."""
-        self._listening = time.monotonic()
-        """Since when all clients could be heard without a break."""
+        self._last_seen: dict[str, float] = {}
+        """Session -> when it last sent a request or a heartbeat."""
+        self._responsive_since = time.monotonic()
+        """Since this process stalled last."""
         self._started = time.time()
         self.counts: dict[str, CallCounts] = {}
         """By kind, of the calls that this process has carried out."""
@@ -193,7 +186,7 @@ class Service:
         known."""
         self._jobs: deque[tuple[Callable[[], Coroutine[Any, Any, Any]], asyncio.Future[Any]]] = deque()
         self._accepting = asyncio.Lock()
-        self._news = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._tasks = Background()
         self._recover()
 
@@ -214,11 +207,11 @@ class Service:
                 await self.unload_model(client, {"model_id": model})
 
     def heartbeat(self, client: str, session: object) -> None:
-        """410 where it is finished: then the client's heart stops."""
+        """410 where it is finished: then the client stops its heartbeats."""
         found = self.demand_session(client, session)
         if found in self._finished:
             raise Refused(410, f"session {found} is finished")
-        self._heard[found] = time.monotonic()
+        self._last_seen[found] = time.monotonic()
 
     def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
         """Its models and its sampling sessions."""
@@ -264,8 +257,7 @@ class Service:
 
     async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
         name = self.demand_model(client, model)
-        if isinstance(seq, bool) or not isinstance(seq, int):
-            raise UsageError(f"seq_id is {seq!r}, expected an integer: it makes a repetition known")
+        seq = _integer(seq, "seq_id", ": it makes a repetition known")
         return await self._accept(client, kind, name, f"{name}:{seq}", body)
 
     async def optim_step(self, client: str, body: dict[str, Any]) -> Call:
@@ -296,7 +288,7 @@ class Service:
             kept: dict[str, Any] = {"name": checkpoint_name(body["path"])}
         else:
             session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
-            kept = {"name": unnamed_sampler(_integer(seq, "seq_id")), "sampling_session": session}
+            kept = {"name": unnamed(_integer(seq, "seq_id")), "sampling_session": session}
             kept |= {"inflight": kind == "inflight"}
         if body.get("ttl_seconds") is not None:
             kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
@@ -314,9 +306,9 @@ class Service:
             raise UsageError(f"base_model is {body['base_model']!r}; this server serves {self.base_model!r}")
         kept: dict[str, Any] = {"model": "", "name": None}
         if body.get("model_path"):
-            model, saved = parse_sampler_path(str(body["model_path"]))
-            self.demand_checkpoint(client, model, SAMPLERS, saved)
-            kept = {"model": model, "name": saved}
+            path = parse_path(body["model_path"], SAMPLERS)
+            self.demand_checkpoint(client, path)
+            kept = {"model": path.model, "name": path.name}
         await self._accept(client, "sampling_session", name, name, kept)
         return name
 
@@ -325,14 +317,13 @@ class Service:
         found = self._samplers.get(session) if isinstance(session, str) else None
         if found is None or found.client != client:
             raise Refused(404, f"there is no sampling session {session!r}")
-        self._heard[str(session).partition(":")[0]] = time.monotonic()
+        self._last_seen[str(session).partition(":")[0]] = time.monotonic()
         return found
 
     def path_of(self, sampler: Sampler) -> str | None:
         """tinker:// path of weights that have a name; None: the base model, or weights of one sampling client."""
-        if sampler.name is None or is_unnamed(sampler.name):
-            return None
-        return checkpoint_path(sampler.model, SAMPLERS, sampler.name)
+        path = CheckpointPath(sampler.model, SAMPLERS, sampler.name or "")
+        return None if sampler.name is None or path.is_unnamed else str(path)
 
     def weights_of(self, sampler: Sampler) -> Path | None:
         """Where the adapter, or all weights, are that a request is sampled with now; None: the base model's."""
@@ -345,15 +336,15 @@ class Service:
             inflight = self._models[sampler.model].inflight
             saved = [each for number, each in inflight if number in results or number <= done]
             name = saved[-1] if saved else ""
-        directory = self._place(sampler.model, SAMPLERS, name)
-        if not name or name in self._models[sampler.model].shelves[SAMPLERS].deleted or not directory.exists():
-            raise Refused(404, KEPT_NO_MORE)
+        directory = self._directory_of(CheckpointPath(sampler.model, SAMPLERS, name))
+        if not name or name in self._models[sampler.model].saves[SAMPLERS].deleted or not directory.exists():
+            raise Refused(404, GONE)
         return directory
 
     def newest_weights(self) -> Path | None:
         """Those for sampling that were saved last; None: there are none."""
         there = (self._directory / "samplers").glob("*/*")
-        whole = [each for each in there if not each.name.endswith(".partial")]
+        whole = [each for each in there if not each.name.endswith(".partial") and not each.name.startswith(_REMOVED)]
         return max(whole, key=lambda each: each.stat().st_mtime, default=None)
 
     async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
@@ -365,49 +356,43 @@ class Service:
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
         await self.expire()
-        of_model, name = parse_path(str(body.get("path")))
-        if of_model == SHARED:
-            return await self._load_shared(client, name, body)
-        self.demand_model(client, of_model)
+        path = parse_path(body.get("path"), STATES)
+        if path.model == SHARED:
+            return await self._load_shared(client, path, body)
+        self.demand_model(client, path.model)
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": "session_id" in body}
         if "session_id" not in body:
             return await self.on_model(client, "load_weights", body.get("model_id"), body.get("seq_id"), kept)
         if body.get("base_model", self.base_model) != self.base_model:
             raise UsageError(f"base_model is {body['base_model']!r}; this server trains {self.base_model!r}")
         model = self._new_name(client, body)
-        kept["lora_config"] = self._models[of_model].lora
+        kept["lora_config"] = self._models[path.model].lora
         return await self._make(client, "load_weights", model, kept)
 
     async def _make(self, client: str, kind: str, model: str, body: dict[str, Any]) -> Call:
-        """Models that are in its way, and whose clients are silent, are unloaded in the turn before it."""
-        key = f"create:{model}"
-        if (client, key) not in self._by_key:
-            for name in self._in_the_way(client):
-                owner = self._models[name].client
-                await self._accept(owner, "unload_model", name, f"unload:{name}", {"turn_of": client})
-        return await self._accept(client, kind, model, key, body)
+        return await self._accept(client, kind, model, f"create:{model}", body)
 
-    def _in_the_way(self, client: str) -> list[str]:
-        """Silent models, those that were heard of last last: of all clients where one model alone can be, else as many
-        as this client has too many."""
+    def _to_evict(self, client: str) -> list[str]:
+        """Idle models, those that were seen last last: of all clients where one model alone can be, else as many as
+        this client has too many."""
         full = self.limits.rank == 0
         held = [
             name for name, each in self._models.items()
             if not each.refused and not each.unloaded and (full or each.client == client)
         ]  # fmt: skip
-        silent = sorted(filter(self._is_silent, held), key=self._heard_of)
-        needed = len(silent) if full else len(held) + 1 - self.limits.models
-        return silent[:needed] if 0 < needed <= len(silent) else []
+        idle = sorted(filter(self._is_idle, held), key=self._seen)
+        needed = len(idle) if full else len(held) + 1 - self.limits.models
+        return idle[:needed] if 0 < needed <= len(idle) else []
 
-    def _heard_of(self, name: str) -> float:
-        return max(self._heard.get(name.partition(":")[0], 0.0), self._listening)
+    def _seen(self, name: str) -> float:
+        return max(self._last_seen.get(name.partition(":")[0], 0.0), self._responsive_since)
 
-    def _is_silent(self, name: str) -> bool:
-        """No word of its session for so long, and no call that is not done."""
+    def _is_idle(self, name: str) -> bool:
+        """Nothing of its session for so long, and no call that is not done."""
         is_done = self._models[name].last <= self._done.get(name, -1)
-        return is_done and time.monotonic() - self._heard_of(name) > self.limits.session_timeout
+        return is_done and time.monotonic() - self._seen(name) > self.limits.session_timeout
 
-    async def _load_shared(self, client: str, name: str, body: dict[str, Any]) -> Call:
+    async def _load_shared(self, client: str, path: CheckpointPath, body: dict[str, Any]) -> Call:
         """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
         model, seq = self.demand_model(client, body.get("model_id")), _integer(body.get("seq_id"), "seq_id")
         copy = hashlib.sha256(f"{model}:{seq}".encode()).hexdigest()[:16]
@@ -416,18 +401,18 @@ class Service:
             return await self.on_model(client, "load_weights", model, seq, kept)
         self._copying.add(copy)
         try:
-            await asyncio.to_thread(self._copy_shared, name, self._place(SHARED, STATES, copy))
+            await asyncio.to_thread(self._copy_shared, path, self._directory_of(replace(path, name=copy)))
             return await self.on_model(client, "load_weights", model, seq, kept)
         finally:
             self._copying.discard(copy)
 
-    def _copy_shared(self, name: str, copy: Path) -> None:
-        source = None if self._shared is None else self._shared / name
+    def _copy_shared(self, path: CheckpointPath, copy: Path) -> None:
+        source = None if self._shared is None else self._shared / path.name
         if copy.exists():
             return
         if source is None or not source.is_dir():
             where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
-            raise Refused(404, f"there is no checkpoint {checkpoint_path(SHARED, STATES, name)!r}: {where}")
+            raise Refused(404, f"there is no checkpoint {str(path)!r}: {where}")
         partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
         partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -457,78 +442,87 @@ class Service:
         """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
         return self._last_calls.get(model, self._started)
 
-    def demand_checkpoint(self, client: str, model: str, kind: str, name: str) -> Path:
-        """kind: STATES or SAMPLERS. 404 for one that is deleted, not saved yet, or another client's."""
-        shelf, directory = self._models[self.demand_model(client, model)].shelves[kind], self._place(model, kind, name)
-        if name not in shelf.names or name in shelf.deleted or not directory.exists():
-            path = checkpoint_path(model, kind, name)
-            if kind == SAMPLERS:
-                raise Refused(404, f"there are no weights {path!r}, or their save has not ended")
-            raise Refused(404, f"there is no checkpoint {path!r}, or its save has not ended")
-        return directory
+    def demand_checkpoint(self, client: str, path: CheckpointPath) -> None:
+        """404 for one that is deleted, not saved yet, or another client's."""
+        saves = self._models[self.demand_model(client, path.model)].saves[path.kind]
+        if path.name not in saves.names or path.name in saves.deleted or not self._directory_of(path).exists():
+            if path.kind == SAMPLERS:
+                raise Refused(404, f"there are no weights {str(path)!r}, or their save has not ended")
+            raise Refused(404, f"there is no checkpoint {str(path)!r}, or its save has not ended")
 
     def saved(self, model: str) -> list[Saved]:
         """A model's checkpoints and its named weights for sampling, oldest first."""
         found: list[Saved] = []
-        for kind, shelf in self._models[model].shelves.items():
-            for name in shelf.names - shelf.deleted:
-                directory = self._place(model, kind, name)
+        for kind, saves in self._models[model].saves.items():
+            for name in saves.names - saves.deleted:
+                path = CheckpointPath(model, kind, name)
+                directory = self._directory_of(path)
                 if directory.exists():
                     made = directory.stat().st_mtime
-                    size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
-                    ttl = shelf.ttl.get(name)
-                    expires = shelf.expires.get(name, None if ttl is None else made + ttl)
-                    found.append(Saved(model, kind, name, made, size, expires))
-        return sorted(found, key=lambda each: (each.time, each.kind, each.name))
+                    if (size := self._sizes.get(path)) is None:  # a name is given once
+                        size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
+                        self._sizes[path] = size
+                    ttl = saves.ttl.get(name)
+                    expires = saves.expires.get(name, None if ttl is None else made + ttl)
+                    found.append(Saved(path, made, size, expires))
+        return sorted(found, key=lambda each: (each.time, each.path.kind, each.path.name))
 
-    async def delete_checkpoint(self, client: str, model: str, kind: str, name: str) -> None:
+    async def delete_checkpoint(self, client: str, path: CheckpointPath) -> None:
         """Not listed and not loaded from here on. Files of a state go with a snapshot after which no call needs them,
         weights for sampling at once. A repetition changes nothing; the name is not given again."""
-        if name not in self._models[self.demand_model(client, model)].shelves[kind].deleted:
-            self.demand_checkpoint(client, model, kind, name)
-            await self._delete(client, model, kind, name)
+        if path.name not in self._models[self.demand_model(client, path.model)].saves[path.kind].deleted:
+            self.demand_checkpoint(client, path)
+            await self._delete(client, path)
 
-    async def set_ttl(self, client: str, model: str, kind: str, name: str, seconds: object) -> None:
+    async def set_ttl(self, client: str, path: CheckpointPath, seconds: object) -> None:
         """From now on; None: the checkpoint stays."""
         expires = None if seconds is None else time.time() + _ttl(seconds)
         await self.expire()
-        self.demand_checkpoint(client, model, kind, name)
-        body = _of_kind(kind, {"name": name, "expires": expires})
-        await self._accept(client, "checkpoint_ttl", model, f"ttl:{secrets.token_hex(8)}", body)
+        self.demand_checkpoint(client, path)
+        body = {"kind": path.kind, "name": path.name, "expires": expires}
+        await self._accept(client, "checkpoint_ttl", path.model, f"ttl:{secrets.token_hex(8)}", body)
 
     async def expire(self) -> None:
         """Deletes what is over its time. A call of the journal like any other, so that what was loaded before is loaded
         again after a kill; weights without a name just go."""
         for model, held in list(self._models.items()):
-            for name, seconds in held.shelves[SAMPLERS].ttl.items():
-                if is_unnamed(name):
-                    directory = self._place(model, SAMPLERS, name)
+            for name, seconds in list(held.saves[SAMPLERS].ttl.items()):
+                if (path := CheckpointPath(model, SAMPLERS, name)).is_unnamed:
+                    directory = self._directory_of(path)
                     if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
-                        shutil.rmtree(directory, ignore_errors=True)
-            if any(shelf.ttl or shelf.expires for shelf in held.shelves.values()):
+                        await self._remove(directory)
+            if any(saves.ttl or saves.expires for saves in held.saves.values()):
                 for each in self.saved(model):
                     if each.expires is not None and each.expires <= time.time():
-                        await self._delete(held.client, model, each.kind, each.name)
+                        await self._delete(held.client, each.path)
 
-    async def _delete(self, client: str, model: str, kind: str, name: str) -> None:
-        key = f"delete:{model}:{name}" if kind == STATES else f"delete:{model}:{kind}/{name}"
-        await self._accept(client, "delete_checkpoint", model, key, _of_kind(kind, {"name": name}))
-        if kind == SAMPLERS:
-            shutil.rmtree(self._place(model, kind, name), ignore_errors=True)
+    async def _delete(self, client: str, path: CheckpointPath) -> None:
+        body = {"kind": path.kind, "name": path.name}
+        await self._accept(client, "delete_checkpoint", path.model, f"delete:{path}", body)
+        self._sizes.pop(path, None)
+        if path.kind == SAMPLERS:
+            await self._remove(self._directory_of(path))
 
-    def _place(self, model: str, kind: str, name: str) -> Path:
-        return self._directory / ("checkpoints" if kind == STATES else "samplers") / model / name
+    async def _remove(self, directory: Path) -> None:
+        """At once for requests; beside the event loop, for files of all weights take their time."""
+        gone = directory.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
+        with suppress(OSError):  # it has gone already
+            os.rename(directory, gone)
+            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
+
+    def _directory_of(self, path: CheckpointPath) -> Path:
+        return self._directory / ("checkpoints" if path.kind == STATES else "samplers") / path.model / path.name
 
     def _remove_deleted(self) -> None:
         """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
         for deletion in tuple(self._deletions):
             before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
             after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
-            kind, name = _kind(deletion), deletion.body["name"]
-            if not any(_uses(call, deletion.model, kind, name) for call in after_snapshot):
-                directory = self._place(deletion.model, kind, name)
+            path = CheckpointPath(deletion.model, deletion.body["kind"], deletion.body["name"])
+            if not any(_uses(call, path) for call in after_snapshot):
+                directory = self._directory_of(path)
                 if directory.exists():
-                    shutil.rmtree(directory, ignore_errors=kind == SAMPLERS)
+                    shutil.rmtree(directory, ignore_errors=path.kind == SAMPLERS)
                 self._deletions.remove(deletion)
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
@@ -542,13 +536,19 @@ class Service:
         return found
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
-        """On the disk when this returns. A repetition gives the call that is there already."""
+        """On the disk when this returns. A repetition gives the call that is there already. Idle models whose place a
+        new one needs are evicted in the turn before it."""
+        # Goes on where the client leaves: an accepted call is in the journal and in the books, or in neither.
+        work = self._accept_in_turn(client, kind, model, key, body)
+        return await asyncio.shield(self._tasks.start(work, f"accepting {kind}", awaited=True))
+
+    async def _accept_in_turn(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         # The client counts its sampling sessions anew in every repetition, and takes the one that it is given.
-        content = {key: value for key, value in body.items() if key not in ("sampling_session", "turn_of")}
-        digest = hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
-        if kind not in _NO_WORD:
-            self._heard[model.partition(":")[0]] = time.monotonic()
+        content = {key: value for key, value in body.items() if key not in ("sampling_session", "evicted_for")}
+        if kind not in _NO_ACTIVITY:
+            self._last_seen[model.partition(":")[0]] = time.monotonic()
         async with self._accepting:
+            digest = await asyncio.to_thread(_digest, kind, content)
             known = self._by_key.get((client, key))
             if known is not None:
                 if known.digest != digest:
@@ -556,46 +556,59 @@ class Service:
                 return known
             if _seq(model, key) <= self._journal.floors.get(model, -1):
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
-            self._within_limits(client, kind, model, body)
-            call = Call(self._journal.next, client, kind, model, key, digest, body)
-            # In the loop, not in a thread: a client that leaves cannot part an accepted call from the books.
-            self._journal.accept(call)
-            self._enter(call)
-            self._last_calls[model] = time.time()
-        async with self._news:
-            self._news.notify_all()
+            evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
+            self._within_limits(client, kind, model, body, evicted)
+            for name in evicted:
+                owner, by = self._models[name].client, {"evicted_for": client}
+                await self._enter_new(owner, "unload_model", name, f"unload:{name}", _digest("unload_model", {}), by)
+            call = await self._enter_new(client, kind, model, key, digest, body)
+        async with self._changed:
+            self._changed.notify_all()
         return call
 
-    def _within_limits(self, client: str, kind: str, model: str, body: dict[str, Any]) -> None:
-        if kind in _OF_THE_BOOKS or kind == "unload_model":
+    async def _enter_new(
+        self, client: str, kind: str, model: str, key: str, digest: str, body: dict[str, Any]
+    ) -> Call:  # fmt: skip
+        call = Call(self._journal.next, client, kind, model, key, digest, body)
+        await asyncio.to_thread(self._journal.accept, call)  # a disk, and a compaction, may take their time
+        self._enter(call)
+        if model in self._models:
+            self._last_calls[model] = time.time()
+        return call
+
+    def _within_limits(
+        self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
+    ) -> None:  # fmt: skip
+        if kind == "sampling_session" or (kind != "session" and model not in self._models):
+            self._open_session(client, model.partition(":")[0])
+        if kind in _BOOKKEEPING or kind == "unload_model":
             return
         if (held := self._models.get(model)) is not None and held.unloaded:
-            silent = f": its session was silent for {self.limits.session_timeout:g} s, and its place was needed"
+            why = f" (evicted: its session was idle for {self.limits.session_timeout:g} s)" if held.evicted else ""
             raise UsageError(
-                f"model {model!r} is unloaded{silent if held.gave_way else ''}; make another, of one of its "
-                "checkpoints where it has any"
+                f"model {model!r} is unloaded{why}; make another, of one of its checkpoints where it has any"
             )
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
-            of_model, name = parse_path(body["path"])
-            self.demand_checkpoint(client, of_model, STATES, name)
+            self.demand_checkpoint(client, parse_path(body["path"], STATES))
         own = [self._models[name] for name in self.models_of(client)]
-        trained = sum(not each.unloaded for each in own)
+        trained = sum(not each.unloaded for each in own) - sum(self._models[name].client == client for name in evicted)
         if model not in self._models and trained >= self.limits.models:
             raise UsageError(f"there are {trained} models, the most that a client may have")
         if kind in ("save_weights", "save_weights_for_sampler") and not body.get("sampling_session"):
-            name, kind = body["name"], STATES if kind == "save_weights" else SAMPLERS
-            if name in self._models[model].shelves[kind].names:
-                raise UsageError(f"{checkpoint_path(model, kind, name)} is there already; a name is given once")
-            kept = (len(shelf.names - shelf.deleted) for each in own for shelf in each.shelves.values())
+            path = CheckpointPath(model, STATES if kind == "save_weights" else SAMPLERS, body["name"])
+            if path.name in self._models[model].saves[path.kind].names:
+                raise UsageError(f"{path} is there already; a name is given once")
+            kept = (len(saves.names - saves.deleted) for each in own for saves in each.saves.values())
             if sum(kept) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
         """An accepted call into the books."""
         self._by_key[call.client, call.key] = call
+        self._entered = call.number
         if call.kind == "session":
             self._sessions[call.model] = call.client
             return
@@ -606,11 +619,11 @@ class Service:
             self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
             return
         if call.kind == "delete_checkpoint":
-            self._models[call.model].shelves[_kind(call)].deleted.add(call.body["name"])
+            self._models[call.model].saves[call.body["kind"]].deleted.add(call.body["name"])
             self._deletions.append(call)
             return
         if call.kind == "checkpoint_ttl":
-            self._models[call.model].shelves[_kind(call)].expires[call.body["name"]] = call.body["expires"]
+            self._models[call.model].saves[call.body["kind"]].expires[call.body["name"]] = call.body["expires"]
             return
         if call.kind in ("create_model", "load_weights") and call.model not in self._models:
             refused = "error" in self._journal.results.get(call.number, {})
@@ -620,17 +633,17 @@ class Service:
         if call.kind in ("save_weights", "save_weights_for_sampler"):
             self._enter_save(call)
         if call.kind == "unload_model":
-            model.unloaded, model.gave_way = True, "turn_of" in call.body
+            model.unloaded, model.evicted = True, "evicted_for" in call.body
         if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
-            self._waiting.setdefault(call.body.get("turn_of", call.client), deque()).append(call)
+            self._waiting.setdefault(call.body.get("evicted_for", call.client), deque()).append(call)
 
     def _enter_save(self, call: Call) -> None:
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
-        shelf = model.shelves[STATES if call.kind == "save_weights" else SAMPLERS]
+        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
         if "ttl_seconds" in call.body:
-            shelf.ttl[name] = call.body["ttl_seconds"]
+            saves.ttl[name] = call.body["ttl_seconds"]
         if session is None:
-            shelf.names.add(name)
+            saves.names.add(name)
         elif call.body["inflight"]:
             model.inflight.append((call.number, name))
             self._samplers[session] = Sampler(call.client, call.model)
@@ -642,47 +655,47 @@ class Service:
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
         call, results = self._journal.calls.get(number), self._journal.results
-        if call is None or call.client != client or call.kind in _OF_THE_BOOKS:
+        if call is None or call.client != client or call.kind in _BOOKKEEPING:
             raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
         if number <= self._done.get(call.model, -1) and number not in results:
             raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
-        self._heard[call.model.partition(":")[0]] = time.monotonic()
+        self._last_seen[call.model.partition(":")[0]] = time.monotonic()
         try:
-            async with asyncio.timeout(seconds), self._news:
-                await self._news.wait_for(lambda: number in results)
+            async with asyncio.timeout(seconds), self._changed:
+                await self._changed.wait_for(lambda: number in results)
         except TimeoutError:
             return None
         self._fetched.setdefault(number, time.monotonic())
-        return results[number]
+        return results.get(number)  # None: it was fetched long ago, and went just now
 
     # -- carrying out
 
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
-        async with beside(self._listen()):
+        async with beside(self._watch_for_stalls()):
             await self._run()
 
-    async def _listen(self) -> None:
-        before = self._listening = time.monotonic()
+    async def _watch_for_stalls(self) -> None:
+        before = self._responsive_since = time.monotonic()
         while True:
-            await asyncio.sleep(LISTEN_SECONDS)
+            await asyncio.sleep(STALL_CHECK_SECONDS)
             now = time.monotonic()
             if now - before > STALL_SECONDS:
-                self._listening = now
+                self._responsive_since = now
             before = now
 
     async def _run(self) -> None:
         job_is_next = True
         while True:
-            async with self._news:
-                await self._news.wait_for(lambda: bool(self._again or self._waiting or self._jobs))
-            if self._jobs and (job_is_next or not (self._again or self._waiting)):
+            async with self._changed:
+                await self._changed.wait_for(lambda: bool(self._replay or self._waiting or self._jobs))
+            if self._jobs and (job_is_next or not (self._replay or self._waiting)):
                 job_is_next = False
                 await self._do(*self._jobs.popleft())
                 continue
             job_is_next = True
-            call = self._again.popleft() if self._again else self._next_call()
+            call = self._replay.popleft() if self._replay else self._next_call()
             work = asyncio.to_thread(self._carry_out, call)
             carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
@@ -690,8 +703,9 @@ class Service:
             except asyncio.CancelledError:
                 await carried_out  # its thread goes on, and writes into the journal that is closed next
                 raise
-            async with self._news:
-                self._news.notify_all()
+            self._follow_compaction()
+            async with self._changed:
+                self._changed.notify_all()
 
     def _next_call(self) -> Call:
         client = next(iter(self._waiting))
@@ -705,8 +719,8 @@ class Service:
         """What `work` returns or raises, done while `run` carries out no call. A fault of the ranks ends `run`."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._jobs.append((work, done))
-        async with self._news:
-            self._news.notify_all()
+        async with self._changed:
+            self._changed.notify_all()
         return await done
 
     async def _do(self, work: Callable[[], Coroutine[Any, Any, Any]], done: asyncio.Future[Any]) -> None:
@@ -753,7 +767,7 @@ class Service:
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
             counts["failed"] += 1
-            if _makes_a_model(call):
+            if _makes_a_model(call.kind, call.body):
                 self._models[call.model].refused = True
         finally:
             self.running = ""
@@ -787,17 +801,18 @@ class Service:
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
         of calls that are done and were fetched, and sampling sessions of long ago."""
-        calls, seen = self._journal.calls, (Counter[str](), Counter[str]())
+        entered, seen = self._entered, (Counter[str](), Counter[str]())
+        calls = {n: call for n, call in tuple(self._journal.calls.items()) if n <= entered}
         now, most = time.monotonic(), RESULTS * self.limits.in_flight
         changed: dict[int, Call | None] = {}
         results: list[int] = []
         floors: dict[str, int] = {}
-        for call in reversed(tuple(calls.values())):
+        for call in reversed(calls.values()):
             if call.kind == "sampling_session" or call.body.get("sampling_session"):
                 seen[0][call.client] += 1
-            if call.number > self._done.get(call.model, -1) and call.kind not in _OF_THE_BOOKS:
+            if call.number > self._done.get(call.model, -1) and call.kind not in _BOOKKEEPING:
                 continue
-            has_result = call.kind not in _OF_THE_BOOKS
+            has_result = call.kind not in _BOOKKEEPING
             seen[1][call.client] += has_result
             fetched = self._fetched.get(call.number, math.inf)
             asked = has_result and now < fetched + FETCHED_SECONDS and seen[1][call.client] <= most
@@ -805,29 +820,32 @@ class Service:
                 changed[call.number] = None
                 if (seq := _seq(call.model, call.key)) < NO_SEQ:
                     floors[call.model] = max(seq, floors.get(call.model, -1))
-            elif not asked and not _makes_a_model(call):
+            elif not asked and not _makes_a_model(call.kind, call.body):
                 results.append(call.number)
             elif "proto" in call.body:
                 changed[call.number] = replace(call, body={})
-        gone = [calls[number] for number, call in changed.items() if call is None]
         self._journal.compact(changed, results, floors)
-        for call in changed.values():
-            if call is not None:
-                self._by_key[call.client, call.key] = call
-        for call in gone:
-            self._forget(call)
-        for number in [each for each in tuple(self._fetched) if each not in self._journal.results]:
+        self._compacted = {number: (calls[number], call) for number, call in changed.items()}
+
+    def _follow_compaction(self) -> None:
+        for call, kept in self._compacted.values():
+            if kept is None:
+                self._forget(call)
+            else:
+                self._by_key[kept.client, kept.key] = kept
+        self._compacted = {}
+        for number in [each for each in self._fetched if each not in self._journal.results]:
             del self._fetched[number]
 
     def _in_books(self, call: Call, samplers: int) -> bool:
         """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
         the newest to this."""
         if call.kind == "checkpoint_ttl":
-            shelf, name = self._models[call.model].shelves[_kind(call)], call.body["name"]
-            return name not in shelf.deleted and shelf.expires.get(name) == call.body["expires"]
+            saves, name = self._models[call.model].saves[call.body["kind"]], call.body["name"]
+            return name not in saves.deleted and saves.expires.get(name) == call.body["expires"]
         if call.kind == "sampling_session" or call.body.get("sampling_session"):
             return samplers <= KEPT_SAMPLERS
-        return call.kind not in _OF_THE_TRAINER or _makes_a_model(call)
+        return call.kind not in _OF_THE_TRAINER or _makes_a_model(call.kind, call.body)
 
     def _forget(self, call: Call) -> None:
         self._by_key.pop((call.client, call.key), None)
@@ -841,6 +859,8 @@ class Service:
     def _recover(self) -> None:
         for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
             shutil.rmtree(begun)
+        for removed in (self._directory / "samplers").glob(f"*/{_REMOVED}*"):
+            shutil.rmtree(removed, ignore_errors=True)
         pointer = self._directory / "snapshot.json"
         if pointer.exists():
             held = json.loads(pointer.read_text(encoding="utf-8"))
@@ -851,7 +871,7 @@ class Service:
             self._enter(call)
         # Results stand in the order in which the calls were carried out.
         done_before = (calls[number] for number in self._journal.results)
-        self._again.extend(call for call in done_before if call.number > self._done.get(call.model, -1))
+        self._replay.extend(call for call in done_before if call.number > self._done.get(call.model, -1))
         self._remove_deleted()
         rank = self.limits.rank
         for name, model in self._models.items():
@@ -865,6 +885,10 @@ class Service:
     def close(self) -> None:
         self._journal.close()
         self.history.close()
+
+
+def _digest(kind: str, content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
 
 
 def _follow(body: dict[str, Any], known: set[str]) -> None:
@@ -889,31 +913,22 @@ def _seq(model: str, key: str) -> int:
     return int(key.removeprefix(f"{model}:")) if key.startswith(f"{model}:") else NO_SEQ
 
 
-def _makes_a_model(call: Call) -> bool:
-    return call.kind == "create_model" or (call.kind == "load_weights" and call.body["create"])
+def _makes_a_model(kind: str, body: Mapping[str, Any]) -> bool:
+    return kind == "create_model" or (kind == "load_weights" and body["create"])
 
 
-def _uses(call: Call, model: str, kind: str, name: str) -> bool:
+def _uses(call: Call, path: CheckpointPath) -> bool:
     """Whether a call writes or reads a checkpoint."""
     if call.kind == "load_weights":
-        return call.body["path"] == checkpoint_path(model, kind, name)
-    saves = "save_weights" if kind == STATES else "save_weights_for_sampler"
-    return call.kind == saves and call.model == model and call.body["name"] == name
+        return call.body["path"] == str(path)
+    saves = "save_weights" if path.kind == STATES else "save_weights_for_sampler"
+    return call.kind == saves and call.model == path.model and call.body["name"] == path.name
 
 
-def _of_kind(kind: str, body: dict[str, Any]) -> dict[str, Any]:
-    """As journals have it."""
-    return body if kind == STATES else body | {"kind": kind}
-
-
-def _kind(call: Call) -> str:
-    """Of the checkpoint that a deletion or a time to live is of."""
-    return call.body.get("kind", STATES)
-
-
-def _integer(value: object, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise UsageError(f"{what} is {value!r}, expected an integer")
+def _integer(value: object, what: str, why: str = "") -> int:
+    """Bounded: names of files are made of it."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < NO_SEQ:
+        raise UsageError(f"{what} is {str(value)[:40]}, expected an integer from 0 to 2**63 - 1{why}")
     return value
 
 

@@ -22,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of the first run; the next ones count on")
     parser.add_argument("--minutes", type=float, default=1.0, help="for all runs together")
+    parser.add_argument("--events", type=int, help="one run on fakes that ends after so many, whatever --minutes says")
     parser.add_argument("--soak", action="store_true", help="one run for all the time; fails if anything grows")
     parser.add_argument("--real", action="store_true", help="one run on real engines and a real router, on the CPU")
     parser.add_argument("--served", action="store_true", help="clients of a served trainer, all of it real and killed")
@@ -56,12 +57,13 @@ def fakes(options: argparse.Namespace) -> int:
         ends = time.monotonic() + 60 * options.minutes
         for seed in itertools.count(options.seed):
             left = ends - time.monotonic()
-            if seed > options.seed and (options.soak or left <= 0):
+            if seed > options.seed and (options.soak or options.events or left <= 0):
                 break
             resources = Resources() if options.soak else None
             seconds = left if options.soak else min(left, SECONDS_PER_SEED)
+            enough = events_or_seconds(options.events, None if options.events else seconds)
             try:
-                report = run_seed(seed, model, enough=events_or_seconds(seconds=seconds), resources=resources)
+                report = run_seed(seed, model, enough=enough, resources=resources)
             except Violation as violation:
                 raise Violation(f"seed {seed}: {violation}") from None
             print(report.line(), flush=True)

@@ -10,10 +10,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from unittest.mock import patch
+
+import psutil
 
 from tests.chaos.invariants import Violation
 
@@ -39,6 +41,18 @@ def open_descriptors() -> set[str]:
     return found
 
 
+def described(names: set[str]) -> list[str]:
+    """Those sockets and pipes of this process with their addresses and states."""
+    known = {conn.fd: f" {conn.laddr} {conn.raddr} {conn.status}" for conn in psutil.Process().net_connections("all")}
+    found = {name: name for name in names}
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if name in names:
+                found[name] = f"{name}{known.get(int(entry), '')}"
+    return sorted(found.values())
+
+
 @contextmanager
 def leftovers() -> Iterator[Path]:
     """A temporary directory for everything, and Violation where the block leaves a socket, pipe, thread or file."""
@@ -61,7 +75,7 @@ def leftovers() -> Iterator[Path]:
             break
         time.sleep(0.1)
     if more or alive or files:
-        raise Violation(f"left when the run has ended: {sorted(more)}, threads {sorted(alive)}, files {files}")
+        raise Violation(f"left when the run has ended: {described(more)}, threads {sorted(alive)}, files {files}")
 
 
 class Resources:

@@ -30,6 +30,7 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import ProcessState, find_process, is_alive, read_state, read_states
 from rltool.processes.stop_run import stop_run
 from rltool.tinker.launch import ROLE
+from rltool.tinker.paths import SAMPLERS, parse_path
 from tests.chaos.invariants import Journal, Violation
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.job import Job
@@ -345,8 +346,8 @@ class ServedChaos:
                 self._note(f"{who} has sampled from no older version")
 
     def _weights(self, path: str) -> bytes:
-        model, _, name = path.removeprefix("tinker://").split("/")
-        return (self._run.path / "served" / "samplers" / model / name / "adapter_model.safetensors").read_bytes()
+        at = parse_path(path, SAMPLERS)
+        return (self._run.path / "served" / "samplers" / at.model / at.name / "adapter_model.safetensors").read_bytes()
 
     def _note(self, line: str) -> None:
         self.journal.note(line)

@@ -45,13 +45,13 @@ def test_requests_are_sampled_with_the_adapter_that_they_name_until_it_is_unload
         assert await adapters.publish("a-v1", adapter(tmp_path, "a-v1"), [endpoint]) == {}
         assert await adapters.publish("a-v2", adapter(tmp_path, "a-v2"), [endpoint]) == {}
         for name in ("a-v1", "a-v2"):
-            await client.generate(endpoint, adapters.sampling_with(name, REQUEST), timeout=5.0)
+            await client.generate(endpoint, adapters.sampling_with(name, REQUEST), timeout=60.0)
         assert engine.sampled_with == ["a-v1", "a-v2"]
         assert await adapters.unload("a-v1") == {} and list(engine.adapters) == ["a-v2"]
         with pytest.raises(UsageError, match="not published"):
             adapters.sampling_with("a-v1", REQUEST)
         with pytest.raises(EngineRejected, match="a-v1"):  # never the model alone
-            await client.generate(endpoint, replace(REQUEST, adapter="a-v1"), timeout=5.0)
+            await client.generate(endpoint, replace(REQUEST, adapter="a-v1"), timeout=60.0)
         assert "/pause" not in engine.paths()
 
     playing(scenario, tmp_path)

@@ -36,7 +36,7 @@ def request(n=1, max_tokens=3):
     return GenerateRequest((5, 6, 7), SamplingParams(max_tokens), uuid.uuid4().hex, n=n, seed=1)
 
 
-def generate(engine, timeout=10.0, **changes):
+def generate(engine, timeout=60.0, **changes):
     return run(lambda client: client.generate(engine, request(**changes), timeout=timeout))
 
 
@@ -70,7 +70,7 @@ def test_a_caller_with_other_engines_has_a_generation_sent_once(fake_vllm, engin
     else:
         fake_vllm.reset(GENERATE)
     with pytest.raises(EngineError, match=r"gave up after 1 attempt\)"):
-        run(lambda client: client.generate(engine, request(), timeout=10, attempts=1))
+        run(lambda client: client.generate(engine, request(), timeout=60.0, attempts=1))
     assert len(fake_vllm.requests) == 1
 
 
@@ -147,14 +147,14 @@ def test_a_control_call_is_sent_once(fake_vllm, engine, fault):
     else:
         fake_vllm.reset("/start_weight_update")
     with pytest.raises(EngineError):
-        run(lambda client: client.run(engine, transport("vllm", "gloo").control.begin(), timeout=5))
+        run(lambda client: client.run(engine, transport("vllm", "gloo").control.begin(), timeout=60.0))
     assert fake_vllm.paths() == ["/start_weight_update"]
 
 
 def test_an_abort_of_many_requests_tries_all_of_them_and_then_tells_of_the_one_that_failed(fake_vllm, engine):
     as_sglang = engine.model_copy(update={"dialect": "sglang"})  # /abort_request: a vLLM has no such route
     with pytest.raises(EngineRejected, match="/abort_request answered 404"):
-        run(lambda client: client.abort(as_sglang, [f"{i:032d}" for i in range(100)], timeout=10))
+        run(lambda client: client.abort(as_sglang, [f"{i:032d}" for i in range(100)], timeout=60.0))
     assert [recorded.body["rid"] for recorded in fake_vllm.requests] == [f"{i:032d}" for i in range(100)]
 
 
@@ -170,9 +170,9 @@ def test_tokens_before_an_update_are_of_the_old_weights_and_tokens_after_it_of_t
     async def scenario(client):
         running = asyncio.create_task(client.generate(engine, request(max_tokens=100), timeout=30))
         await asyncio.to_thread(fake_vllm.wait_in_flight, 1)
-        await client.run(engine, dialect("vllm").pause("keep"), timeout=5)
+        await client.run(engine, dialect("vllm").pause("keep"), timeout=60.0)
         fake_vllm.version = "new"
-        await client.run(engine, dialect("vllm").resume(), timeout=5)
+        await client.run(engine, dialect("vllm").resume(), timeout=60.0)
         return await running
 
     (sample,) = run(scenario)
@@ -190,7 +190,7 @@ def test_an_aborting_pause_cuts_what_runs_and_what_waits(fake_vllm, engine):
         ]
         while (fake_vllm.batch.running, fake_vllm.batch.waiting) != (2, 2):
             await asyncio.sleep(0.001)
-        await client.run(engine, dialect("vllm").pause("abort"), timeout=5)
+        await client.run(engine, dialect("vllm").pause("abort"), timeout=60.0)
         return await asyncio.gather(*running)
 
     started, waited = sorted(run(scenario), key=lambda samples: -len(samples[0].token_ids))
@@ -203,30 +203,30 @@ def test_an_aborting_pause_cuts_what_runs_and_what_waits(fake_vllm, engine):
 def test_a_404_on_a_control_route_is_no_success(fake_vllm, engine):
     fake_vllm.fail("/pause", 404)
     with pytest.raises(EngineRejected, match="no such route") as caught:
-        run(lambda client: client.run(engine, dialect("vllm").pause("keep"), timeout=5))
+        run(lambda client: client.run(engine, dialect("vllm").pause("keep"), timeout=60.0))
     assert caught.value.status == 404
 
 
 def test_control_calls_go_in_order_and_end_at_the_first_failure(fake_vllm, engine):
     fake_vllm.fail("/finish_weight_update", 500)
     with pytest.raises(EngineError):
-        run(lambda client: client.run(engine, transport("vllm", "gloo").control.finish("v"), timeout=5))
+        run(lambda client: client.run(engine, transport("vllm", "gloo").control.finish("v"), timeout=60.0))
     assert fake_vllm.paths() == ["/finish_weight_update"]  # and no /reset_prefix_cache
 
 
 def test_a_status_that_a_request_tolerates_is_its_reply(fake_vllm, engine):
     fake_vllm.fail("/pause", 400)
     tolerant = HttpRequest("POST", "/pause", tolerate=(400,))
-    assert run(lambda client: client.run(engine, [tolerant], timeout=5)) == [400]
+    assert run(lambda client: client.run(engine, [tolerant], timeout=60.0)) == [400]
 
 
 def test_more_than_a_hundred_generations_are_in_flight_at_once(fake_vllm, engine):
     async def scenario(client):
-        await client.run(engine, dialect("vllm").pause("keep"), timeout=5)
+        await client.run(engine, dialect("vllm").pause("keep"), timeout=60.0)
         running = [asyncio.create_task(client.generate(engine, request(), timeout=30)) for _ in range(150)]
         while fake_vllm.paths().count(GENERATE) < 150:
             await asyncio.sleep(0.01)
-        await client.run(engine, dialect("vllm").resume(), timeout=5)
+        await client.run(engine, dialect("vllm").resume(), timeout=60.0)
         return await asyncio.gather(*running)
 
     assert len(run(scenario)) == 150
@@ -247,7 +247,7 @@ def test_a_failing_part_of_a_request_cancels_the_others(fake_vllm, engine):
     fake_vllm.max_num_seqs = 50  # refuses the first part, of 64
 
     async def scenario(client):
-        await client.run(engine, dialect("vllm").pause("keep"), timeout=5)  # the second part would wait for ever
+        await client.run(engine, dialect("vllm").pause("keep"), timeout=60.0)  # the second part would wait for ever
         with pytest.raises(EngineRejected, match="max_num_seqs"):
             await client.generate(engine, request(n=100), timeout=30)
 
@@ -275,10 +275,10 @@ def test_the_key_travels_as_a_bearer_token(fake_vllm, engine):
 
 def test_a_cache_that_was_freed_alone_comes_back_and_the_weights_were_there_all_the_time(fake_vllm, engine):
     async def scenario(client):
-        await client.sleep(engine, 1, ["kv_cache"], timeout=5.0)
+        await client.sleep(engine, 1, ["kv_cache"], timeout=60.0)
         assert (fake_vllm.asleep, fake_vllm.paused) == ({"kv_cache"}, True)
-        await client.wake(engine, ["kv_cache"], timeout=5.0)
-        return await client.generate(engine, request(), timeout=5.0)
+        await client.wake(engine, ["kv_cache"], timeout=60.0)
+        return await client.generate(engine, request(), timeout=60.0)
 
     assert len(run(scenario)) == 1
     assert fake_vllm.paths()[:3] == ["/pause", "/release_kv_cache_memory", "/wake_up"]
@@ -286,9 +286,9 @@ def test_a_cache_that_was_freed_alone_comes_back_and_the_weights_were_there_all_
 
 def test_an_engine_that_is_resumed_while_its_memory_is_away_answers_no_request(fake_vllm, engine):
     async def scenario(client):
-        await client.sleep(engine, 2, timeout=5.0)
-        await client.run(engine, dialect("vllm").resume(), timeout=5.0)
-        await client.generate(engine, request(), timeout=5.0)
+        await client.sleep(engine, 2, timeout=60.0)
+        await client.run(engine, dialect("vllm").resume(), timeout=60.0)
+        await client.generate(engine, request(), timeout=60.0)
 
     with pytest.raises(EngineError, match="EngineCore encountered an issue"):
         run(scenario)

@@ -101,7 +101,7 @@ def until(condition: Callable[[], bool], what: str) -> None:
 def boot_id(engine: EngineEndpoint) -> str | None:
     """What the server at this address says of itself; None: there is none yet."""
     try:
-        return probe(engine, timeout=5.0).boot_id
+        return probe(engine, timeout=60.0).boot_id
     except EngineError:
         return None
 
@@ -151,7 +151,7 @@ def test_a_classifier_is_ready_once_it_classifies(host, run, model, groups):
     policy, judge = planned(host, run, model, groups()).launches
     host.start([policy, judge.model_copy(update={"task": "classify"})])
     found = asyncio.run(host.ready(lambda line: None))
-    assert [probe(engine, timeout=5.0).task for engine in found] == ["generate", "classify"]
+    assert [probe(engine, timeout=60.0).task for engine in found] == ["generate", "classify"]
 
 
 def test_an_engine_that_was_to_classify_and_does_not_is_no_engine(host, run, model, groups):

@@ -49,7 +49,7 @@ from tests.contract.test_rollout_service import (  # noqa: F401  (fixtures)
 
 HOST = "host-a"
 A, B = (Holder(letter * 32, f"run-{letter}", HOST, number) for number, letter in enumerate("ab", 1))
-SECONDS = 5.0
+SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)

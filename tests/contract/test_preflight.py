@@ -57,7 +57,7 @@ def configure(tmp_path, key_file):
 
 
 def preflight(config: TrainConfig):
-    fleet = probe_fleet(resolve_endpoints(config), timeout=5)
+    fleet = probe_fleet(resolve_endpoints(config), timeout=60.0)
     check_fleet(fleet, config, "cpu")
     return fleet
 
@@ -168,7 +168,7 @@ def test_an_sglang_engine_is_recognised(configure, tmp_path):
     (tmp_path / "sglang-key").write_text("fake-key")
     with FakeSglang() as engine:
         config = configure(engine.url, key=tmp_path / "sglang-key")
-        fleet = probe_fleet(resolve_endpoints(config), timeout=5)
+        fleet = probe_fleet(resolve_endpoints(config), timeout=60.0)
     assert (
         fleet.endpoints.engines[0].dialect == "sglang"
         and fleet.endpoints.engines[0].key_file == tmp_path / "sglang-key"
@@ -216,10 +216,10 @@ def test_a_vllm_whose_samples_name_no_version_is_good_for_rollouts_alone(configu
     with pytest.raises(UsageError, match="vLLM 0.31.0.*cannot be trained"):
         preflight(configure(fake_vllm.url))
     config = configure(fake_vllm.url)
-    check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
+    check_fleet(probe_fleet(resolve_endpoints(config), timeout=60.0), config, None)
     fake_vllm.engine_version = "0.28.1"
     with pytest.raises(UsageError, match="vLLM 0.28.1, which is too old"):
-        check_fleet(probe_fleet(resolve_endpoints(config), timeout=5), config, None)
+        check_fleet(probe_fleet(resolve_endpoints(config), timeout=60.0), config, None)
 
 
 def test_an_engine_with_the_plugin_of_another_rltool_is_refused_before_anything_is_asked_of_it(configure, fake_vllm):
@@ -250,7 +250,7 @@ def test_an_engine_that_leaves_no_token_out_is_found_at_its_first_sample(fake_vl
     async def run():
         endpoint = EngineEndpoint(url=fake_vllm.url, dialect="vllm", plugin=plugin, key_file=key_file)
         async with EngineClient() as client:
-            await client.generate(endpoint, GenerateRequest((5, 6), sampling, "a" * 32), timeout=5.0)
+            await client.generate(endpoint, GenerateRequest((5, 6), sampling, "a" * 32), timeout=60.0)
 
     with pytest.raises(EngineError, match="started without --logprobs-mode processed_logprobs"):
         asyncio.run(run())
@@ -335,7 +335,7 @@ class FakeRouter(FakeServer):
 
 def routed(configure, engine, router: str, *sets: str):
     config = configure(engine.url, sets=(f'engines.router="{router}"', *sets))
-    check_router(probe_fleet(resolve_endpoints(config), timeout=5), config)
+    check_router(probe_fleet(resolve_endpoints(config), timeout=60.0), config)
 
 
 def test_a_router_with_foreign_workers_is_refused_where_that_is_configured(configure, fake_vllm):
@@ -353,7 +353,7 @@ def test_a_router_that_does_not_tell_its_workers_is_refused(configure, fake_vllm
     with pytest.raises(UsageError, match="router list"):
         routed(configure, fake_vllm, f"http://127.0.0.1:{free_port()}")
     behind = configure(fake_vllm.url, sets=(f'engines.router="http://127.0.0.1:{free_port()}"',))
-    check_router(probe_fleet(resolve_endpoints(behind), timeout=5), behind, may_be_down=True)  # of a run that resumes
+    check_router(probe_fleet(resolve_endpoints(behind), timeout=60.0), behind, may_be_down=True)  # it resumes
     with FakeRouter() as router:
         router.fail("/workers", 404)
         with pytest.raises(UsageError, match=r"404(.|\n)*sglang-router"):

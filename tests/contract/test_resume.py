@@ -19,8 +19,8 @@ def resume(*engines, before=None):
     async def work():
         async with EngineClient(retry=RetryPolicy(attempts=1)) as client:
             for engine in engines if before else ():
-                await client.run(engine, before, timeout=5)
-            return await resume_engines(client, engines, timeout=5, holder=Holder("a" * 32, "r", "h", 1))
+                await client.run(engine, before, timeout=60.0)
+            return await resume_engines(client, engines, timeout=60.0, holder=Holder("a" * 32, "r", "h", 1))
 
     return asyncio.run(work())
 

@@ -421,12 +421,12 @@ def test_prometheus_and_history_are_served_with_the_key_and_without_the_rollout_
     live.log(0, {"rollout/reward_mean": 0.5})
     url = served(live=live)
     key = {"Authorization": f"Bearer {run.key_file.read_text().strip()}"}
-    assert requests.get(f"{url}/metrics", timeout=10).status_code == 401
-    reply = requests.get(f"{url}/metrics", headers=key, timeout=10)
+    assert requests.get(f"{url}/metrics", timeout=60.0).status_code == 401
+    reply = requests.get(f"{url}/metrics", headers=key, timeout=60.0)
     assert reply.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert 'rltool_rollout_reward_mean{run="job"} 0.5' in reply.text and 'rltool_step{run="job"} 12.0' in reply.text
     control.raises = EngineError("the manager has gone")
-    reply = requests.get(f"{url}/metrics", headers=key, timeout=10)
+    reply = requests.get(f"{url}/metrics", headers=key, timeout=60.0)
     assert reply.status_code == 200 and "rltool_rollout_reward_mean" in reply.text and "rltool_step" not in reply.text
     assert Driver(url, run.key_file).history()["records"] == [{"step": 0, "metrics": {"rollout/reward_mean": 0.5}}]
 
@@ -438,10 +438,10 @@ def test_the_metrics_of_all_engines_are_one_page_with_their_keys_and_an_engine_t
     (tmp_path / "key").write_text("engine-key")
 
     def page() -> list[str]:
-        reply = requests.get(f"{url}/metrics/engines", headers={"Authorization": run.key_file.read_text()}, timeout=10)
+        reply = requests.get(f"{url}/metrics/engines", headers={"Authorization": run.key_file.read_text()}, timeout=60)
         assert reply.status_code == 401
         key = {"Authorization": f"Bearer {run.key_file.read_text().strip()}"}
-        reply = requests.get(f"{url}/metrics/engines", headers=key, timeout=10)
+        reply = requests.get(f"{url}/metrics/engines", headers=key, timeout=60.0)
         assert reply.status_code == 200 and reply.headers["Content-Type"].startswith("text/plain; version=0.0.4")
         return reply.text.splitlines()
 

@@ -158,7 +158,13 @@ def command(mark: str, kind: str, call: int, flags: int, *, interpreter: str = s
     return (sys.executable, "-I", "-c", LAUNCHER, kind, str(call), str(flags), *program)
 
 
-@pytest.fixture(scope="module", params=HOSTS)
+LONG = ("ordinary user",)
+"""User namespaces, ordinary users and their own /proc are also those of the others."""
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in HOSTS]
+)
 def kind_of_host(request) -> str:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sandbox, "COMMAND", command("-", *HOSTS[request.param]))
@@ -183,6 +189,7 @@ def host(kind_of_host, monkeypatch) -> Iterator[Host]:
 # -- what programs are for
 
 
+@pytest.mark.parametrize("kind_of_host", HOSTS, indirect=True)
 def test_walls_are_those_of_such_a_host(host):
     found = set(host.run("pass").walls)
     assert found == WALLS.get(host.name, found) and found & {"a user namespace", "namespaces of root"}

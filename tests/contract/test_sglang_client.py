@@ -28,7 +28,7 @@ from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
 SPEAKS = dialect("sglang")
 CONTROL = transport("sglang", "gloo").control
 GROUP = "test-weights"
-SECONDS = 20.0
+SECONDS = 60.0
 TENSORS = {
     "embed": torch.arange(12, dtype=torch.float32).reshape(3, 4),
     "norm": torch.ones(5, dtype=torch.bfloat16),

@@ -404,9 +404,19 @@ time.sleep(600)
 """
 
 
-def test_sockets_of_a_process_lie_in_a_directory_of_its_own_that_goes_with_it_however_it_ends(run):
+@pytest.fixture
+def temporary(monkeypatch):
+    """Another place for temporary files than that of the commands that run beside this test, which remove abandoned
+    directories and make some. Its path is short."""
+    with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def test_sockets_of_a_process_lie_in_a_directory_of_its_own_that_goes_with_it_however_it_ends(run, temporary):
     one, other = (start(python(f"engine-{i}", IN_ITS_DIRECTORY, temporary_in="PLACE"), run) for i in range(2))
     paths = [Path(wait_for_log(process, "bound").split()[-1]) for process in (one, other)]
+    assert paths[0].parents[2] == temporary
     closed = paths[0].parent.parent.stat()
     assert closed.st_mode & 0o777 == 0o700 and closed.st_uid == os.getuid()
     one.popen.kill()
@@ -420,11 +430,10 @@ def test_sockets_of_a_process_lie_in_a_directory_of_its_own_that_goes_with_it_ho
     assert not paths[1].parent.parent.exists()
 
 
-def test_a_program_that_cannot_be_started_leaves_no_directory(run):
-    before = set(Path(tempfile.gettempdir()).glob("rltool-*"))
+def test_a_program_that_cannot_be_started_leaves_no_directory(run, temporary):
     with pytest.raises(ProcessFailed):
         start(ProcessSpec(role="worker", argv=("/does/not/exist",), temporary_in="PLACE"), run)
-    assert set(Path(tempfile.gettempdir()).glob("rltool-*")) <= before
+    assert list(temporary.iterdir()) == []
 
 
 def test_a_directory_for_sockets_is_refused_where_every_path_is_too_long():

@@ -22,7 +22,7 @@ from tests.contract.fakes.sglang import FakeSglang
 def asked_by_the_other_client(endpoint):
     async def ask():
         async with EngineClient() as client:
-            return await client.probe(endpoint, timeout=10)
+            return await client.probe(endpoint, timeout=60.0)
 
     return asyncio.run(ask())
 
@@ -36,7 +36,7 @@ def test_a_probe_finds_what_the_asynchronous_client_finds(fake_vllm, fake_stock_
             EngineEndpoint(url=fake_stock_vllm.url),
             EngineEndpoint(url=sglang.url, key_file=tmp_path / "sglang-key"),
         ):
-            assert probe(endpoint, timeout=10) == asked_by_the_other_client(endpoint)
+            assert probe(endpoint, timeout=60.0) == asked_by_the_other_client(endpoint)
 
 
 def test_a_server_that_is_no_engine_is_said_to_be_none():
@@ -45,14 +45,14 @@ def test_a_server_that_is_no_engine_is_said_to_be_none():
             return web.json_response({"hello": 1}, status=200 if recorded.path == "/version" else 404)
 
     with Stranger() as server, pytest.raises(UsageError, match="neither /version nor /model_info"):
-        probe(EngineEndpoint(url=server.url), timeout=5)
+        probe(EngineEndpoint(url=server.url), timeout=60.0)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_failure_that_may_pass_is_sent_once_and_is_no_rejection(fake_vllm, status):
     fake_vllm.fail("/health", status)
     with pytest.raises(EngineError, match=f"answered {status}") as caught:
-        send(fake_vllm.url, HttpRequest("GET", "/health"), timeout=5)
+        send(fake_vllm.url, HttpRequest("GET", "/health"), timeout=60.0)
     assert not isinstance(caught.value, EngineRejected)
     assert fake_vllm.paths() == ["/health"]
 
@@ -68,7 +68,7 @@ def test_a_rejection_has_its_status_and_never_shows_a_key_that_was_sent(fake_sto
 
 def test_a_wrong_key_is_told_from_a_missing_route(fake_vllm):
     with pytest.raises(EngineRejected, match="the bearer key is missing, wrong") as caught:
-        send(fake_vllm.url, HttpRequest("GET", "/is_paused"), key="wrong", timeout=5)
+        send(fake_vllm.url, HttpRequest("GET", "/is_paused"), key="wrong", timeout=60.0)
     assert caught.value.status == 401
 
 
@@ -77,7 +77,7 @@ def test_a_refused_connection_is_told_in_few_words():
         held.bind(("127.0.0.1", 0))  # bound, but not listening
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(EngineUnreachable, match=f"^GET {url}/health: Connection refused$"):
-            send(url, HttpRequest("GET", "/health"), timeout=5)
+            send(url, HttpRequest("GET", "/health"), timeout=60.0)
 
 
 @pytest.mark.parametrize("begun", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n{"])
@@ -106,7 +106,7 @@ def test_neither_a_proxy_nor_a_netrc_of_the_user_comes_between(fake_vllm, key_fi
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    assert send(fake_vllm.url, HttpRequest("GET", "/is_paused"), key="test-key", timeout=5) == {"is_paused": False}
+    assert send(fake_vllm.url, HttpRequest("GET", "/is_paused"), key="test-key", timeout=60.0) == {"is_paused": False}
     assert fake_vllm.requests[-1].authorization == "Bearer test-key"
 
 
@@ -116,7 +116,7 @@ def test_the_time_of_a_probe_is_for_all_of_its_questions(fake_vllm, key_file, mo
     def slow_send(base_url, request, *, key, timeout):
         given.append(timeout)
         clock.now += 2.0
-        return send(base_url, request, key=key, timeout=5)
+        return send(base_url, request, key=key, timeout=60.0)
 
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr("rltool.engines.sync_client.time", SimpleNamespace(monotonic=lambda: clock.now))
@@ -131,5 +131,5 @@ def test_a_redirect_is_not_followed_with_the_key(fake_vllm):
             return web.Response(status=307, headers={"Location": fake_vllm.url + "/is_paused"})
 
     with Elsewhere() as server, pytest.raises(EngineRejected, match="307"):
-        send(server.url, HttpRequest("GET", "/is_paused"), key="test-key", timeout=5)
+        send(server.url, HttpRequest("GET", "/is_paused"), key="test-key", timeout=60.0)
     assert fake_vllm.requests == []

@@ -691,7 +691,7 @@ def test_an_update_that_was_left_open_in_an_sglang_with_replicas_is_closed_befor
     async def run() -> None:
         async with rig(sglang, directory=tmp_path, transport="auto") as r:
             left = transport("sglang", "disk").control.begin()  # by a trainer that died
-            await r.client.run(r.endpoints[sglang.url], left, timeout=5.0)
+            await r.client.run(r.endpoints[sglang.url], left, timeout=LONG)
             report = await r.sync.sync(version(1))
             assert (report.updated, report.failed) == ((sglang.url,), {})
             assert await r.sync.leave() == {}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
+from torch.overrides import TorchFunctionMode
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
@@ -25,12 +27,14 @@ DEVICE = os.environ.get("RLTOOL_TEST_DEVICE", "cpu")
 KINDS = (
     "qwen2", "llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite",
     "glm4", "olmo2", "olmo3", "olmoe", "smollm3", "phi3", "qwen2_moe", "gemma2", "gpt_oss", "qwen3_next",
-    "qwen3_5", "qwen3_5_moe", "qwen3_vl",
+    "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 EXPERTS = (
     "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite", "olmoe", "qwen2_moe", "gpt_oss", "qwen3_next",
-    "qwen3_5_moe",
+    "qwen3_5_moe", "qwen3_vl_moe",
 )  # fmt: skip
+SEES = {"qwen3_vl": "Qwen3VLConfig", "qwen3_vl_moe": "Qwen3VLMoeConfig"}
+"""With a vision tower: the whole's configuration."""
 DELTA = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 """With gated delta nets."""
 LATENT = {
@@ -75,6 +79,8 @@ def hf_config(kind: str, tied: bool, **sizes):
     delta |= dict(layer_types=["linear_attention", "full_attention"] * 2)  # one of each on either pipeline stage
     quarter = dict(rope_parameters=dict(rope_type="default", rope_theta=5000.0, partial_rotary_factor=0.25))
     shared = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=40)
+    axes = dict(rope_type="default", rope_theta=5000.0, mrope_section=[6, 5, 5], mrope_interleaved=True)
+    axes = dict(rope_parameters=axes)
     odd = dict(num_attention_heads=6)  # which do not divide the hidden size
     name, special = {
         "qwen2": ("Qwen2Config", plain),
@@ -146,13 +152,12 @@ def hf_config(kind: str, tied: bool, **sizes):
         ),
         "qwen3_5": ("Qwen3_5TextConfig", delta | quarter | dict(head_dim=HEAD_DIM)),
         "qwen3_5_moe": ("Qwen3_5MoeTextConfig", delta | quarter | shared | dict(head_dim=HEAD_DIM)),
-        "qwen3_vl": (
-            "Qwen3VLTextConfig",
-            dict(
-                rope_parameters=dict(rope_type="default", rope_theta=5000.0, mrope_section=[6, 5, 5])
-                | dict(mrope_interleaved=True),
-                head_dim=HEAD_DIM,
-            ),
+        "qwen3_vl": ("Qwen3VLTextConfig", axes | dict(head_dim=HEAD_DIM)),
+        "qwen3_vl_moe": (
+            "Qwen3VLMoeTextConfig",
+            axes
+            | dict(head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+            | dict(norm_topk_prob=True),  # of the files on the hub, likewise
         ),
         "glm4_moe": (
             "Glm4MoeConfig",
@@ -195,13 +200,13 @@ def hf_config(kind: str, tied: bool, **sizes):
         tie_word_embeddings=tied,
     )
     config = getattr(transformers, name)(**common | special | sizes)
-    if kind != "qwen3_vl":
+    if kind not in SEES:
         return config
     # Of which transformers has no language model with its head but in the whole. Three layers get features.
     vision = VISION | dict(depth=4, deepstack_visual_indexes=[0, 1, 3], out_hidden_size=config.hidden_size)
     ids = dict(image_token_id=VOCAB - 4, video_token_id=VOCAB - 3)
     ids |= dict(vision_start_token_id=VOCAB - 2, vision_end_token_id=VOCAB - 1)
-    return transformers.Qwen3VLConfig(
+    return getattr(transformers, SEES[kind])(
         text_config=config.to_dict(), vision_config=vision, tie_word_embeddings=tied, **ids
     )
 
@@ -230,12 +235,16 @@ def definition_of(kind: str) -> FamilyDefinition:
     return definition_for({"architectures": [architecture_of(kind)]})[1]
 
 
-def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
-    """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
+def auto_class(kind: str):
+    """transformers' that opens this kind."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    opens = AutoModelForImageTextToText if kind == "qwen3_vl" else AutoModelForCausalLM
-    model = opens.from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
+    return AutoModelForImageTextToText if kind in SEES else AutoModelForCausalLM
+
+
+def hf_model(kind: str, tied: bool, seed: int = 0, **sizes):
+    """A transformers model of 4 layers, fp32, whose logits are spread enough for errors to show."""
+    model = auto_class(kind).from_config(hf_config(kind, tied, **sizes), dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         biases = [(name, buffer) for name, buffer in model.named_buffers() if "correction_bias" in name]
@@ -254,8 +263,36 @@ def save_hf(
     directory: Path, kind: str = "qwen2", tied: bool = True, seed: int = 0, sizes: Any = None, **options
 ) -> Path:
     """sizes: of the model; options: of save_pretrained."""
-    hf_model(kind, tied, seed, **sizes or {}).save_pretrained(directory, **options)
+    return save_as_released(hf_model(kind, tied, seed, **sizes or {}), directory, **options)
+
+
+def save_as_released(model, directory: Path, **options) -> Path:
+    """Qwen3-VL's experts lie as [inputs, outputs] in files on the hub and for vLLM; transformers 5.19 reads these, and
+    writes them as it has them, the other way round."""
+    model.save_pretrained(directory, **options)
+    if type(model).__name__ == "Qwen3VLMoeForConditionalGeneration":
+        for file in directory.glob("*.safetensors"):
+            tensors = load_file(file)
+            turned = {name: t.mT.contiguous() for name, t in tensors.items() if ".mlp.experts." in name}
+            save_file(tensors | turned, file, {"format": "pt"})
     return directory
+
+
+class InFloat64(TorchFunctionMode):
+    """What a model computes in float32 whatever its dtype (norms, routers, angles) is in float64, too."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        args = [torch.float64 if x is torch.float32 else x for x in args]
+        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
+
+
+def in_float64(kind: str, model: Any) -> InFloat64:
+    """Within, transformers' model, in float32 or peft's of it, computes in float64 alone, and stays so."""
+    model.double()
+    if kind in EXPERTS:
+        (model.get_base_model() if hasattr(model, "get_base_model") else model).set_experts_implementation("eager")
+    return InFloat64()  # other implementations of experts have no float64
 
 
 WITH_TOWER = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}

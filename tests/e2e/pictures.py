@@ -16,8 +16,8 @@ PATCH, MERGE = 16, 2
 SIDE = PATCH * MERGE
 
 
-def save_model(directory: Path, *, tied: bool = False) -> Path:
-    save_hf(directory, "qwen3_vl", tied)
+def save_model(directory: Path, kind: str = "qwen3_vl", *, tied: bool = False) -> Path:
+    save_hf(directory, kind, tied)
     save_image_processor(directory)
     return directory
 
@@ -83,10 +83,12 @@ def batch_with_pictures(directory: Path, samples: list[tuple[int, list[bytes]]],
     )  # fmt: skip
 
 
-def hf_picture_logprobs(model, directory: Path, tokens: torch.Tensor, files: list[bytes]) -> torch.Tensor:
+def hf_picture_logprobs(
+    model, directory: Path, tokens: torch.Tensor, files: list[bytes], pad: int = PAD
+) -> torch.Tensor:
     """[T] of one sample by transformers: log p(tokens[t] | before), 0 for the first."""
     inputs = pixels_of(directory, files)
-    types = (tokens == PAD).int()[None]
+    types = (tokens == pad).int()[None]
     logits = model(tokens[None], mm_token_type_ids=types, **inputs).logits[0].float()
     logprobs = torch.log_softmax(logits, dim=-1)
     return torch.cat([torch.zeros(1), logprobs[:-1].gather(-1, tokens[1:, None]).squeeze(-1)])

@@ -46,7 +46,7 @@ def train_on_a_small_disk(job: Job, run: str, size: int, steps: int, *sets: str,
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("asynchronous", ["false", "true"])
+@pytest.mark.parametrize("asynchronous", [pytest.param("false", marks=pytest.mark.long), "true"])
 def test_a_full_disk_stops_the_run_with_one_error_and_the_last_good_checkpoint_stays(job, asynchronous):
     code, said = train_on_a_small_disk(
         job, f"stop-{asynchronous}", int(2.5 * CHECKPOINT), 5, f"checkpoint.async_save={asynchronous}"

@@ -5,9 +5,12 @@ from __future__ import annotations
 from contextlib import closing
 
 import pytest
+import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch.distributed.checkpoint import FileSystemReader, load
 
+from rltool.checkpoints.completion import STATE
 from tests.e2e.megatron_models import make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed
 
@@ -42,12 +45,14 @@ def case_save(place, path, settings, batch, directory):
         return steps(trainer, batch, 2)
 
 
-def case_resume(place, path, settings, batch, directory):
-    """The last two steps alone, from the checkpoint."""
-    from rltool.checkpoints.torch_dist import load_checkpoint
+def case_resume(place, path, settings, batch, directory, again=None):
+    """The last two steps alone, from the checkpoint; again: where what was loaded is saved before them."""
+    from rltool.checkpoints.torch_dist import load_checkpoint, save_checkpoint
 
     with closing(make_trainer(place, path, load=False, **settings)) as trainer:
         load_checkpoint(trainer, directory)
+        if again is not None:
+            save_checkpoint(trainer, again, {"step": 3})
         return steps(trainer, batch, 2)
 
 
@@ -101,6 +106,46 @@ def test_a_checkpoint_of_two_shares_goes_on_under_another_layout(ranks, tmp_path
     path, batch, directory = save_hf(tmp_path / "model"), policy_batch(LENGTHS), tmp_path / "step_3"
     whole, _ = ranks.run(case_save, 2, path, options(True), batch, directory)[0]
     found, _ = ranks.run(case_resume, world, path, options(True, **layout), batch, directory)[0]
+    for mine, expected in zip(found, whole, strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def moments(directory):
+    """Adam's, whole, and the weights that it keeps."""
+    reader = FileSystemReader(directory / STATE)
+    entries = reader.read_metadata().state_dict_metadata
+    names = [name for name in entries if name.startswith("optimizer.state.")]
+    found = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
+    load(found, storage_reader=reader, no_dist=True)
+    return found
+
+
+LONG = pytest.mark.long
+OFTEN = [("deepseek_v3", "EP2", "one"), ("gpt_oss", "DP2", "EP2")]
+PAIRS = [("EP2", "one"), ("DP2", "EP2"), ("EP2", "PP2"), ("TP2", "EP2")]
+EXPERTS = [(kind, *pair) for pair in PAIRS for kind in ("deepseek_v3", "gpt_oss", "qwen3_moe")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "target"), [case if case in OFTEN else pytest.param(*case, marks=LONG) for case in EXPERTS]
+)
+def test_experts_go_on_under_another_layout_with_adams_moments(ranks, tmp_path, kind, source, target):
+    layouts = {"one": {}, "DP2": {}, "EP2": {"ep": 2}, "PP2": {"pp": 2}, "TP2": {"tp": 2}}
+    path, batch = save_hf(tmp_path / "model", kind, tied=False), policy_batch(LENGTHS)
+
+    def run(case, layout, *more):
+        settings = options(True, **layouts[layout])
+        settings["trainer"]["sequence_parallel"] = layout == "TP2"
+        world = 1 if layout == "one" else 2
+        return ranks.run(case, world, path, settings, batch, tmp_path / "step_3", *more)[0][0]
+
+    whole = run(case_save, source)
+    found = run(case_resume, target, tmp_path / "again" / "step_3")
+    before, after = moments(tmp_path / "step_3"), moments(tmp_path / "again" / "step_3")
+    assert before.keys() == after.keys() and any("exp_avg_sq" in name and "experts" in name for name in before)
+    for name, tensor in before.items():
+        rows = min(len(tensor), len(after[name]))  # the vocabulary is padded under tensor parallelism
+        assert torch.equal(tensor[:rows], after[name][:rows]), name
     for mine, expected in zip(found, whole, strict=True):
         assert mine == pytest.approx(expected, rel=1e-5, abs=1e-6)
 

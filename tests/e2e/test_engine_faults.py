@@ -134,11 +134,11 @@ def test_an_engine_killed_in_generation_is_sampled_around_and_comes_back_after_a
     training.begin()
     training.in_generation()
     training.victim.signal(signal.SIGKILL)
-    training.victim.start_again()
     training.until_steps(1)
     training.assert_logged("ready -> suspect", "stale -> suspect")
     assert training.victim_row()["state"] in ("suspect", "dead")
     assert training.steps()[-1]["rollout/failed_requests_total"] > 0
+    training.victim.start_again()
     wait_ready(training.victim)
     training.assert_logged("suspect -> stale", "dead -> stale")
     training.assert_back_after_a_sync()

@@ -90,7 +90,9 @@ def case_offload(place, path, batch):
 
 
 # glm4_moe: a dense layer, shared experts, a router with a bias; gpt_oss: biases, another activation.
-@pytest.fixture(scope="module", params=["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"])
+@pytest.fixture(
+    scope="module", params=["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.long), "glm4_moe", "gpt_oss"]
+)
 def model(request, tmp_path_factory):
     return save_hf(tmp_path_factory.mktemp(request.param), request.param, tied=False)
 

@@ -103,6 +103,7 @@ def test_ranks_on_two_nodes_train_with_an_engine_on_a_third(world: World, undist
     assert len(steps) == 3 and all(0 < step["train/logprob_abs_diff_mean"] < 1e-5 for step in steps)
 
 
+@pytest.mark.long  # what a wire loses TCP sends again
 def test_a_late_and_lossy_wire_changes_no_bit(world: World, undisturbed: str):
     world.hosts.loss(0.01)
     world.hosts.delay(0.02)

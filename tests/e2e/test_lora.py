@@ -29,10 +29,14 @@ from tests.e2e.megatron_models import (
     definition_of,
     hf_logprobs,
     hf_model,
+    in_float64,
     make_trainer,
     policy_batch,
     save_hf,
 )
+from tests.e2e.pictures import batch_with_pictures, hf_picture_logprobs, save_model
+from tests.e2e.test_model_families import on_disk
+from tests.e2e.test_pictures import SAMPLES
 
 pytestmark = pytest.mark.e2e
 
@@ -187,38 +191,75 @@ MORE = ("phi3", "glm4", "gemma2", "glm4_moe", "deepseek_v3", "qwen3_next", "qwen
     params=["qwen3", "qwen3_moe", "glm4_moe_lite", *(pytest.param(kind, marks=pytest.mark.long) for kind in MORE)],
 )
 def family(request, tmp_path_factory):
-    """(kind, model's directory, adapter's, batch, log-probabilities without and with it, loss, gradients by peft)."""
+    """(kind, model's directory, adapter's, batch, and by peft in float64 log-probabilities without and with it, loss,
+    gradients)."""
     kind = request.param
     tied = kind in ("qwen3", "gemma2")
     path = save_hf(tmp_path_factory.mktemp(kind), kind, tied)
     adapter = random_adapter(tmp_path_factory.mktemp(f"{kind}-adapter") / "adapter", path)
-    batch = policy_batch(LENGTHS)
-    sequences = batch.tokens.split(batch.lengths.tolist())
+    return expected_of_peft(kind, tied, path, adapter, policy_batch(LENGTHS), [[]] * len(LENGTHS))
+
+
+def expected_of_peft(kind, tied, path, adapter, batch, pictures):
+    """As `family`. pictures: of each sample."""
+    samples = list(zip(batch.tokens.split(batch.lengths.tolist()), pictures, strict=True))
+
+    def of_sample(tokens, files):
+        return hf_picture_logprobs(model, path, tokens, files) if files else hf_logprobs(model, tokens, 1.0)
+
+    def computed():
+        return torch.cat([of_sample(*sample) for sample in samples])
+
     model = peft_model(kind, tied, adapter)
-    with model.disable_adapter(), torch.no_grad():
-        plain = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
-    logprobs = torch.cat([hf_logprobs(model, tokens, 1.0) for tokens in sequences])
-    at = batch.loss_mask > 0
-    loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
-    loss.backward()
+    with in_float64(kind, model):
+        with model.disable_adapter(), torch.no_grad():
+            plain = computed()
+        logprobs = computed()
+        at = batch.loss_mask > 0
+        loss = -(batch.loss_weights[at] * logprobs[at]).sum() / at.sum()
+        loss.backward()
+    assert logprobs.dtype is torch.float64
     return kind, path, adapter, batch, plain, logprobs.detach(), float(loss.detach()), peft_gradients(model, 4)
 
 
 def test_logprobs_gradients_and_merged_weights_are_those_of_peft_in_every_layout(ranks, family):
-    kind, path, adapter, batch, plain, logprobs, loss, expected = family
+    compare_with_peft(ranks, family, layouts(family[0]))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """As `family`, on samples with pictures."""
+    path = save_model(tmp_path_factory.mktemp("pictures"))
+    adapter = random_adapter(tmp_path_factory.mktemp("pictures-adapter") / "adapter", path)
+    batch = batch_with_pictures(path, SAMPLES)
+    return expected_of_peft("qwen3_vl", False, path, adapter, batch, [files for _, files in SAMPLES])
+
+
+SEEING = {"tp": (2, {"tp": 2}), "pp": (2, {"pp": 2, "trainer": {"recompute": "full"}})}
+SEEING_MORE = {
+    "one": (1, {}), "dp": (2, {}),
+    "sequence": (2, {"tp": 2, "trainer": {"sequence_parallel": True, "recompute": "full"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", [*SEEING, *(pytest.param(name, marks=pytest.mark.long) for name in SEEING_MORE)])
+def test_they_are_on_samples_with_pictures(ranks, seeing, layout):
+    compare_with_peft(ranks, seeing, [(SEEING | SEEING_MORE)[layout]])
+
+
+def compare_with_peft(ranks, family, every):
+    _, path, adapter, batch, plain, logprobs, loss, expected = family
     adapted = adapters_of(family_for(read_hf_config(path)), LORA["rank"], "all-linear")
     parameters = {p.name: p for each in adapted for p in each.parameters}
     assert {p.hf[0][0] for p in parameters.values()} == expected.keys()
     norm = float(torch.nn.utils.get_total_norm(list(expected.values())))
     first = None
-    # Two ranks round a sum of a gated delta net otherwise than one: 1.1e-5 at log-probabilities of 8.
-    atol = 2e-5 if kind == "qwen3_5" else 1e-5
-    for world, layout in layouts(kind):
+    for world, layout in every:
         results = ranks.run(case, world, path, adapter, batch, layout)
         for untrained, found, exported, metrics, _ in results:
             if found is not None:
-                torch.testing.assert_close(torch.cat(untrained), plain, rtol=0, atol=atol, msg=f"{layout}")
-                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=atol, msg=f"{layout}")
+                for ours, theirs in ((untrained, plain), (found, logprobs)):
+                    torch.testing.assert_close(torch.cat(ours).double(), theirs, rtol=0, atol=1e-5, msg=f"{layout}")
             assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
             assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
             first = first or exported
@@ -236,7 +277,7 @@ def test_logprobs_gradients_and_merged_weights_are_those_of_peft_in_every_layout
 
 
 def merged_by_hand(path, adapter, adapted) -> dict[str, torch.Tensor]:
-    weights = {name: t for file in path.glob("*.safetensors") for name, t in load_file(file).items()}
+    weights = on_disk(path)
     low = load_file(adapter / "adapter_model.safetensors")
     for each in adapted:
         for a, b, (name, _) in zip(each.a, each.b, each.base.hf, strict=True):

@@ -48,6 +48,7 @@ def job(tmp_path: Path, tiny_tied_dir: Path, fleet: tuple[RunningEngine, ...]) -
         yield write_job(tmp_path, tiny_tied_dir, f"@{run.endpoints_file}")
 
 
+@pytest.mark.long  # each kind is trained against in test_train.py and test_sglang_train.py
 def test_a_fleet_of_both_kinds_is_trained_against_and_both_compute_what_the_trainer_computes(job, fleet):
     before = [requests_answered(engine) for engine in fleet]
     said = job("train", "mixed", sets=["eval.sets={}", "checkpoint.save_hf_at_end=true"])

@@ -12,23 +12,27 @@ from contextlib import closing
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoModelForImageTextToText
 
 from rltool.algorithms.batch import Ragged
 from rltool.config.data import DataConfig
 from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import Endpoints, ModelEndpoints
 from rltool.engines.types import Completion, SamplingParams, VersionSpan
 from rltool.errors import PicturesDiffer, TrainingStopped
-from rltool.models.pictures import Place
+from rltool.models.pictures import Place, places_of
 from rltool.models.registry import family_for, read_hf_config
-from rltool.quickstart.tiny_model import make_tiny_vision_model
+from rltool.quickstart.tiny_model import PICTURE_TEMPLATE, make_tiny_vision_model
 from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.data.rows import RowParser
 from rltool.rollout.generate import GenerateContext, continue_response, fill_group
 from rltool.rollout.groups import new_samples
-from rltool.rollout.pictures import PictureReader
+from rltool.rollout.measure.dump import read_dump
+from rltool.rollout.pictures import PictureReader, picture_file
 from rltool.rollout.tokenizer import load_tokenizer
 from tests.e2e.engines import serving_vllm
-from tests.e2e.megatron_models import hf_model, make_trainer
+from tests.e2e.job import Job
+from tests.e2e.megatron_models import hf_model, make_trainer, save_as_released
 from tests.e2e.pictures import PAD, batch_with_pictures, hf_picture_logprobs, picture, save_model
 from tests.e2e.test_model_families import case, on_disk
 from tests.e2e.weights import Sender, tensors_of
@@ -54,13 +58,27 @@ LAYOUTS = [
     (2, {"pp": 2, "trainer": {"recompute": "full"}}),
     (2, {}),
 ]
+SEQUENCE = {"sequence_parallel": True}
+CASES = [
+    *(
+        pytest.param("qwen3_vl", *layout, id=name)
+        for layout, name in zip(LAYOUTS, ("one", "tp", "sequence", "pp", "dp"), strict=True)
+    ),
+    pytest.param("qwen3_vl_moe", 2, {"tp": 2, "trainer": SEQUENCE}, id="experts-tp"),
+    *(
+        pytest.param("qwen3_vl_moe", world, layout, id=f"experts-{name}", marks=pytest.mark.long)
+        for name, (world, layout) in {
+            "one": (1, {}), "pp": (2, {"pp": 2, "trainer": {"recompute": "full"}}), "ep": (2, {"ep": 2}),
+        }.items()
+    ),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """(directory, batch, log-probabilities, loss and gradients by transformers)."""
-    path = save_model(tmp_path_factory.mktemp("pictures"))
-    model, batch = hf_model("qwen3_vl", tied=False), batch_with_pictures(path, SAMPLES)
+def expected(request, tmp_path_factory):
+    """Of this kind: (directory, batch, log-probabilities, loss and gradients by transformers)."""
+    path = save_model(tmp_path_factory.mktemp("pictures"), request.param)
+    model, batch = hf_model(request.param, tied=False), batch_with_pictures(path, SAMPLES)
     rows = zip(batch.tokens.split(batch.lengths.tolist()), SAMPLES, strict=True)
     logprobs = torch.cat([hf_picture_logprobs(model, path, tokens, files) for tokens, (_, files) in rows])
     at = batch.loss_mask > 0
@@ -71,22 +89,22 @@ def expected(tmp_path_factory):
     with torch.no_grad():
         for parameter in language.values():
             parameter.copy_(parameter.grad)
-    model.save_pretrained(gradients := tmp_path_factory.mktemp("gradients"))
+    save_as_released(model, gradients := tmp_path_factory.mktemp("gradients"))
     return path, batch, logprobs.detach(), float(loss.detach()), float(norm), on_disk(gradients)
 
 
-@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=["one", "tp", "sequence", "pp", "dp"])
+@pytest.mark.parametrize(("expected", "world", "layout"), CASES, indirect=["expected"])
 def test_logprobs_and_gradients_of_samples_with_pictures_are_those_of_transformers(ranks, expected, world, layout):
     path, batch, logprobs, loss, norm, gradients = expected
     results = ranks.run(case, world, path, batch, layout)
-    for _, found, *_ in results:
+    for _, _, found, *_ in results:
         if found is not None:
             torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=1e-5)
-    metrics = results[0][2]
+    metrics = results[0][3]
     assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5)
     assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5)
     for name, gradient in gradients.items():
-        error = (results[0][3][name] - gradient).norm()
+        error = (results[0][4][name] - gradient).norm()
         assert error <= 1e-5 * max(gradient.norm(), 0.01 * norm), f"gradient of {name} is off by {error}"
 
 
@@ -114,6 +132,7 @@ def case_refused(place, path, batch):
         return found, said
 
 
+@pytest.mark.parametrize("expected", ["qwen3_vl"], indirect=True)
 def test_another_picture_changes_what_follows_and_a_sample_that_disagrees_is_refused_by_name(ranks, expected):
     path, batch, logprobs, *_ = expected
     [(found, said)] = ranks.run(case_refused, 1, path, batch)
@@ -135,8 +154,6 @@ def case_logprobs(place, path, batch):
 @pytest.fixture(scope="module")
 def two_models(tmp_path_factory):
     """Directories of two language models beside one tower, and the second's tensors as a trainer sends them."""
-    from transformers import AutoModelForImageTextToText
-
     first, second = (make_tiny_vision_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2))
     models = [AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32) for path in (first, second)]
     with torch.no_grad():
@@ -254,3 +271,64 @@ def test_an_engine_that_expands_a_picture_to_other_tokens_is_refused(two_models,
     with pytest.raises(PicturesDiffer, match="expanded a prompt with 1 pictures to") as caught:
         asyncio.run(ask())
     assert "prompt 1 (" in caught.value.__notes__[0]
+
+
+ROLES = (
+    PICTURE_TEMPLATE.replace("{% if message.content is", "{{ message.role }} {% if message.content is").removesuffix(
+        "{% endfor %}"
+    )
+    + "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def test_an_agent_s_pictures_are_trained_as_the_engine_saw_them(two_models, engine, tmp_path):
+    """Recorded by the run's gateway, against transformers and the trainer; in the second step with other weights."""
+    path = shutil.copytree(two_models[0], tmp_path / "model")
+    (path / "chat_template.jinja").write_text(ROLES)
+    urls = ["data:image/png;base64," + base64.b64encode(file).decode() for file in FILES]
+    rows = [{"prompt": "x", "metadata": {"pictures": [urls[i], urls[(i + 1) % 4]]}} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(tmp_path / "endpoints.json")
+    (tmp_path / "run.toml").write_text(f"""
+seed = 3
+steps = 2
+[model]
+path = "{path}"
+[trainer]
+torch_threads = 1
+[optimizer]
+lr = 1e-3
+[data]
+train = ["{tmp_path}/rows.jsonl"]
+[rollout]
+prompts_per_step = 4
+samples_per_prompt = 4
+max_turn_tokens = 8
+dump = true
+agent = "tests.e2e.agents:with_pictures"
+agent_workers = 1
+[sampling]
+max_prompt_tokens = 100
+max_response_tokens = 100
+[monitor]
+logprob_difference_limit = 1e-5
+""")
+    job = Job(tmp_path, path, f"@{tmp_path}/endpoints.json")
+    job("train", "pictures")
+    steps = job.steps("pictures")
+    assert [step["train/logprob_abs_diff_max"] <= 1e-5 and step["train/grad_norm"] > 0 for step in steps] == [True] * 2
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    pad, compared = model.config.image_token_id, 0
+    for sample in read_dump(job.runs / "pictures" / "rollouts", 0).samples:
+        places, files = places_of(sample.picture_places), list(map(picture_file, sample.multimodal_inputs["image"]))
+        tokens = torch.tensor([*sample.prompt_ids, *sample.response_ids])
+        at = [place.at < len(sample.prompt_ids) for place in places]
+        assert at == [True, False][: len(places)] and places[0].size == len(files[0])
+        if len(places) < 2 or (tokens == pad).sum() > sum(place.tokens for place in places):
+            continue  # it has written a placeholder, which transformers takes for a picture's
+        with torch.no_grad():
+            expected = hf_picture_logprobs(model, path, tokens, files, pad)[len(sample.prompt_ids) :]
+        own = torch.tensor(sample.response_mask) > 0
+        torch.testing.assert_close(torch.tensor(sample.response_logprobs)[own], expected[own], rtol=0, atol=1e-5)
+        compared += int(own.sum())
+    assert compared > 50

@@ -65,24 +65,24 @@ class Manager:
 
 def test_with_external_engines_exactly_the_trainers_bundles_are_reserved_and_the_manager_reserves_none(cluster):
     plan = plan_placement(config("external"), gpu=True)
-    with placed(plan, timeout=30) as group:
+    with placed(plan, timeout=120) as group:
         assert group.bundle_count == 2 and len(ray.util.placement_group_table(group)["bundles"]) == 2
         assert free_gpus() == GPUS - 2
         manager = Manager.remote()
-        assert ray.get(manager.ping.remote(), timeout=60) == "here"
+        assert ray.get(manager.ping.remote(), timeout=120) == "here"
         assert free_gpus() == GPUS - 2, "the rollout manager holds no GPU"
         ray.kill(manager)
 
 
 def test_the_managed_plan_of_the_same_configuration_asks_for_more(cluster):
-    with placed(plan_placement(config("managed"), gpu=True), timeout=30) as group:
+    with placed(plan_placement(config("managed"), gpu=True), timeout=120) as group:
         assert group.bundle_count == 4 and free_gpus() == 0
 
 
 def test_every_bundle_is_told_which_gpus_it_has(cluster):
     plan = plan_placement(config("managed", tp=1), gpu=True)
-    with placed(plan, timeout=30) as group:
-        places = find_places(RayConfig(), group, plan.bundles, 60.0, lambda _: None)
+    with placed(plan, timeout=120) as group:
+        places = find_places(RayConfig(), group, plan.bundles, 120.0, lambda _: None)
     assert [place.bundle for place in places] == [0, 1, 2, 3] and len({place.node for place in places}) == 1
     assert sorted(gpu for place in places for gpu in place.gpus) == [0, 1, 2, 3]
     ranks = in_order(places[:2])
@@ -91,15 +91,15 @@ def test_every_bundle_is_told_which_gpus_it_has(cluster):
 
 def test_an_engine_of_two_gpus_has_one_bundle_with_both(cluster):
     plan = plan_placement(config("managed", tp=2, count=1), gpu=True)
-    with placed(plan, timeout=30) as group:
-        places = find_places(RayConfig(), group, plan.bundles, 60.0, lambda _: None)
+    with placed(plan, timeout=120) as group:
+        places = find_places(RayConfig(), group, plan.bundles, 120.0, lambda _: None)
     assert [len(place.gpus) for place in places] == [1, 1, 2]
 
 
 def test_bundles_are_given_back_at_the_end(cluster):
-    with placed(plan_placement(config("external"), gpu=True), timeout=30):
+    with placed(plan_placement(config("external"), gpu=True), timeout=120):
         pass
-    with placed(plan_placement(config("managed"), gpu=True), timeout=30):
+    with placed(plan_placement(config("managed"), gpu=True), timeout=120):
         pass
 
 
@@ -121,7 +121,7 @@ def test_nodes_with_another_rltool_are_refused(cluster, monkeypatch):
 
 def test_ranks_without_the_planned_gpu_are_refused_by_rank_and_host_before_they_wait_for_each_other(cluster):
     plan = plan_placement(config("external"), gpu=True)
-    with placed(plan, timeout=30) as bundles:
+    with placed(plan, timeout=120) as bundles:
         trainer = TrainerGroup(config("external"), plan, bundles, log_dir=None)
         assert trainer.config.trainer.device == "cuda"
         host = re.escape(socket.gethostname())
@@ -131,7 +131,7 @@ def test_ranks_without_the_planned_gpu_are_refused_by_rank_and_host_before_they_
 
 def test_ranks_planned_for_the_cpu_report_where_they_run(cluster):
     plan = plan_placement(config("external"), gpu=False)
-    with placed(plan, timeout=30) as bundles:
+    with placed(plan, timeout=120) as bundles:
         trainer = TrainerGroup(config("external"), plan, bundles, log_dir=None)
         with pytest.raises(UsageError, match="m is not a directory"):
             trainer.start(total_optimizer_steps=1)

@@ -21,7 +21,7 @@ LAYERS, NONE = 4, 255
 KINDS = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 """Both ways to weight by softmax; sigmoid with bias, scaling, and with groups or none, behind a dense layer; a router's
 bias and experts with biases; one norm over all heads; a dense layer between, a shared expert with a gate."""
-LONG = ("glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
+LONG = ("mixtral", "glm4_moe", "gpt_oss", "olmoe", "qwen2_moe")
 PARAMETERS = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 REPLAY = {**OPTIONS, "algorithm": {**OPTIONS["algorithm"], "routing_replay": True}}
 LAYOUTS = {
@@ -39,7 +39,7 @@ LAYOUTS = {
 }
 FEW_LAYOUTS = ("one rank", "EP2 with grouped products", "PP2 with full recompute", "TP2 with sequence parallelism")
 CASES = [
-    pytest.param(kind, layout, marks=[pytest.mark.long] * (kind in LONG))
+    pytest.param(kind, layout, marks=[pytest.mark.long] * (kind in LONG and (kind, layout) != ("mixtral", "one rank")))
     for kind in KINDS
     for layout in (LAYOUTS if kind in ("qwen3_moe", "mixtral") else FEW_LAYOUTS)
 ]

@@ -129,7 +129,7 @@ def test_engines_and_router_serve_are_seen_and_end_without_a_trace(root, tiny_ti
     assert json.loads(run.endpoints_file.read_text())["models"]["policy"]["data_url"] is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupt_while_engines_are_starting_leaves_no_process(root, tiny_tied_dir, number):
     argv, environment = command(root, "serve-engines", str(tiny_tied_dir), "--device", "cpu", "--run", "cut")
     supervisor = subprocess.Popen(
@@ -144,7 +144,7 @@ def test_an_interrupt_while_engines_are_starting_leaves_no_process(root, tiny_ti
         trees = process_tree(engine)
         assert trees
         supervisor.send_signal(number)
-        output, _ = supervisor.communicate(timeout=60)
+        output, _ = supervisor.communicate(timeout=240)
     finally:
         supervisor.kill()
     assert supervisor.returncode == (130 if number == signal.SIGINT else 0), output.decode()

@@ -25,6 +25,7 @@ from rltool.processes.stop_run import stop_run
 from rltool.rollout.measure.dump import write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.tinker.launch import ROLE
+from rltool.tinker.paths import STATES, parse_path
 from tests.contract.tinker.tested_by import check_called, routes_of
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.job import REPOSITORY, Job, write_job
@@ -148,7 +149,7 @@ def test_a_client_trains_and_samples_and_both_agree_on_every_log_probability(ser
     errors = found["errors"]
     for name, text in {
         "long": "are more than the 128 tokens", "alternatives": "prompt_alt_tokens_k is not supported",
-        "rank": "adapters up to rank 8", "path": "is no path of weights for sampling",
+        "rank": "adapters up to rank 8", "path": "one for sampling is wanted",
         "gone": "there are no weights", "top_p": "top_p is 0",
     }.items():  # fmt: skip
         assert text in errors[name], (name, errors[name])
@@ -186,11 +187,10 @@ def test_the_example_of_an_own_loop_trains_as_train_does_on_the_same_samples(ser
     begun, by_client, by_train = served.result("alice", "both_states", *paths)["states"]
     np.testing.assert_allclose(by_client, by_train, atol=EXACT)
     assert np.abs(np.subtract(begun, by_client)).max() > 1e-3
-    model, _, name = own["path"].removeprefix("tinker://").split("/")
+    at = parse_path(own["path"], STATES)
     adapter = replay.root / "adapter"
-    served.job.say(
-        "convert-ckpt", str(served.run.path / "served" / "checkpoints" / model / name), str(adapter), "--to", "peft"
-    )
+    saved = served.run.path / "served" / "checkpoints" / at.model / at.name
+    served.job.say("convert-ckpt", str(saved), str(adapter), "--to", "peft")
     assert json.loads((adapter / "adapter_config.json").read_text())["r"] == 4
     assert updates[0]["norm"] > 1e-3 and abs(updates[1]["loss"]) > 1e-4
 
@@ -290,10 +290,10 @@ def test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_checkpoi
             "part": "train_mlp has to be true", "unloaded": "is unloaded",
         }.items():  # fmt: skip
             assert text in errors[name], (name, errors[name])
-        model, _, name = found["state"].removeprefix("tinker://").split("/")
-        state = served.run.path / "served" / "checkpoints" / model / name
+        at = parse_path(found["state"], STATES)
+        state = served.run.path / "served" / "checkpoints" / at.model / at.name
         job, losses = write_job(tmp_path / "replay", served.job.model, None), []
-        for run, begin in (("state", state), ("named", served.run.path / "served" / "samplers" / model / "named")):
+        for run, begin in (("state", state), ("named", served.run.path / "served" / "samplers" / at.model / "named")):
             job("debug train-only", run, "--fake-data", "--steps", "1", sets=[f"model.path={begin}"])
             losses.append([job.steps(run)[0][key] for key in ("train/loss", "train/grad_norm")])
         assert losses[0] == losses[1], "of the same weights"

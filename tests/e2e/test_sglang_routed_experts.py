@@ -24,42 +24,49 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 TOP_K = 2
 ROUTING = Routing(LAYERS, TOP_K, 4)
+DENSE = {"glm4_moe": (0,)}
+"""Layers without experts, by family."""
+WITH_EXPERTS = (*KINDS, "glm4_moe")
+"""The last one's routers are sigmoid, with a correction bias, behind a dense layer."""
 PROMPT = tuple(range(40, 52))
 
 
-def request(prompt=PROMPT, n=1):
-    return GenerateRequest(prompt, SamplingParams(max_tokens=16), uuid.uuid4().hex, n=n, routing=ROUTING)
+def request(prompt=PROMPT, n=1, dense=()):
+    routing = replace(ROUTING, dense=dense)
+    return GenerateRequest(prompt, SamplingParams(max_tokens=16), uuid.uuid4().hex, n=n, routing=routing)
 
 
-def assert_routed_as_transformers(model, sample: Sample):
+def assert_routed_as_transformers(model, sample: Sample, dense=()) -> torch.Tensor:
+    """Returns the experts of all tokens, [tokens, layers, top_k]."""
     tokens = torch.tensor(sample.prompt_ids + sample.response_ids)
     batch = type("Batch", (), {"tokens": tokens, "lengths": torch.tensor([len(tokens)])})
     expected = own_experts(model, batch).sort(-1).values
+    expected[:, list(dense)] = 255
     found = torch.frombuffer(sample.routed_experts, dtype=torch.uint8).view(-1, LAYERS, TOP_K)
     assert len(found) == len(tokens) and bool((found[-1] == 255).all())
     assert torch.equal(found[:-1].long().sort(-1).values, expected[:-1])
-    assert len(set(map(tuple, expected[:, 0].tolist()))) > 2  # not all the same
+    return expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WITH_EXPERTS)
 def test_each_tokens_experts_are_those_of_transformers_routers(kind, tmp_path):
-    model = model_in(tmp_path / "model", kind, 0)
+    model, dense = model_in(tmp_path / "model", kind, 0), DENSE.get(kind, ())
 
     async def scenario() -> None:
         async with EngineClient() as client:
             info = await client.probe(engine.endpoint, timeout=30)
             assert info.routed_experts is True
             # The second sample finds the prompt in the prefix cache, and its experts with it.
-            for completion in await client.generate(engine.endpoint, request(n=2), timeout=60):
+            for completion in await client.generate(engine.endpoint, request(n=2, dense=dense), timeout=60):
                 sample = Sample(0, 0, 0, list(PROMPT))
                 sample.append_response_tokens(completion)
-                assert_routed_as_transformers(model, sample)
+                assert_routed_as_transformers(model, sample, dense)
             sample.append_environment_tokens([60, 61, 62])
-            [again] = await client.generate(
-                engine.endpoint, request((*sample.prompt_ids, *sample.response_ids)), timeout=60
-            )
+            whole = (*sample.prompt_ids, *sample.response_ids)
+            [again] = await client.generate(engine.endpoint, request(whole, dense=dense), timeout=60)
             sample.append_response_tokens(again)
-            assert_routed_as_transformers(model, sample)
+            routed = assert_routed_as_transformers(model, sample, dense)
+            assert all(len(set(map(tuple, of_layer.tolist()))) > 2 for of_layer in routed.unbind(1)[len(dense) :])
 
     with serving_sglang(tmp_path / "model", tmp_path, return_routed_experts=True) as engine:
         asyncio.run(scenario())
@@ -79,8 +86,9 @@ def test_a_server_without_the_flag_is_named_with_it(tmp_path):
         asyncio.run(scenario())
 
 
-def test_a_run_trains_with_the_experts_that_sglang_chose(tmp_path):
-    model_in(tmp_path / "model", "qwen3_moe", 0)
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe"])
+def test_a_run_trains_with_the_experts_that_sglang_chose(kind, tmp_path):
+    model = model_in(tmp_path / "model", kind, 0)
     with serving_sglang(tmp_path / "model", tmp_path, return_routed_experts=True) as engine:
         engines = tmp_path / "endpoints.json"
         Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(engines)
@@ -97,6 +105,8 @@ def test_a_run_trains_with_the_experts_that_sglang_chose(tmp_path):
     for step in (0, 1):
         for sample in read_dump(job.runs / "replay" / "rollouts", step).samples:
             assert len(sample.routed_experts) == sample.num_tokens * ROUTING.per_token
+            if step == 0:  # before the first optimizer step
+                assert_routed_as_transformers(model, sample, DENSE.get(kind, ()))
     # A recording is trained on as the rollout was.
     job("debug train-only", "again", "--rollouts", str(job.runs / "replay" / "rollouts"), sets=sets)
     again = job.steps("again")

@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 
 from rltool.cli import main
+from rltool.tinker.paths import STATES, parse_path
 from tests.contract.tinker.tested_by import check_called, routes_of
 from tests.e2e.engines import clients_python, free_port
 from tests.e2e.megatron_models import save_hf
@@ -170,8 +171,8 @@ def test_a_loss_of_the_clients_own_gives_the_parameters_that_the_same_loss_here_
         assert own == 2.0, "the loss's own metric"
     trained = []
     for path in found["paths"]:
-        model, _, name = path.removeprefix("tinker://").split("/")
-        saved, adapter = server.directory / "calls" / "checkpoints" / model / name, tmp_path / name
+        at = parse_path(path, STATES)
+        saved, adapter = server.directory / "calls" / "checkpoints" / at.model / at.name, tmp_path / at.name
         with pytest.raises(SystemExit) as ended:
             main(["convert-ckpt", str(saved), str(adapter), "--to", "peft"])
         assert ended.value.code == 0

@@ -102,19 +102,38 @@ def test_it_evaluates_before_and_after_and_writes_checkpoint_export_and_tensorbo
     assert not (run / "state" / "train.json").exists()
 
 
-def test_adapters_are_merged_for_engines_that_agree_at_every_step_and_the_run_resumes(direct):
-    lora = ["lora.rank=4", "optimizer.lr=0.01", "algorithm.kl.kind=loss", "algorithm.kl.coef=0.01"]
-    lora.append("optimizer_steps_per_rollout=1")
-    direct("train", "lora", sets=[*lora, "steps=2"])
-    direct("train", "lora", "--resume", sets=[*lora, "steps=4"])
-    steps = direct.steps("lora")
-    assert [record["step"] for record in steps] == [0, 1, 2, 3]
+LORA = [
+    "lora.rank=4", "optimizer.lr=0.01", "algorithm.kl.kind=loss", "algorithm.kl.coef=0.01",
+    "optimizer_steps_per_rollout=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def with_adapters(direct: Job) -> str:
+    """A run of two steps."""
+    direct("train", "lora", sets=[*LORA, "steps=2"])
+    return "lora"
+
+
+def assert_adapters_agree(job: Job, run: str, count: int) -> None:
+    steps = job.steps(run)
+    assert [record["step"] for record in steps] == list(range(count))
     for record in steps:
         assert 0 < record["train/logprob_abs_diff_mean"] < 1e-5, "merged weights, in float32 on both sides"
     assert steps[0]["train/kl"] == 0, "the reference is the model without adapters"
     assert steps[-1]["train/kl"] > 1e-6
-    manifest = json.loads((latest_checkpoint(direct.runs / "lora" / "checkpoints") / "manifest.json").read_text())
+    manifest = json.loads((latest_checkpoint(job.runs / run / "checkpoints") / "manifest.json").read_text())
     assert manifest["lora"]["rank"] == 4
+
+
+def test_adapters_are_merged_for_engines_that_agree_at_every_step(direct, with_adapters):
+    assert_adapters_agree(direct, with_adapters, 2)
+
+
+@pytest.mark.long  # their checkpoints resume in test_lora.py, whole weights below
+def test_a_run_with_adapters_resumes(direct, with_adapters):
+    direct("train", with_adapters, "--resume", sets=[*LORA, "steps=4"])
+    assert_adapters_agree(direct, with_adapters, 4)
 
 
 def test_every_number_that_was_logged_is_explained(routed, trained):
@@ -182,6 +201,7 @@ def test_a_resumed_run_goes_on_against_the_engines_under_a_new_attempt(routed, t
     )
 
 
+@pytest.mark.long  # untied embeddings are also those of every run here; two ranks and the disk have tests of their own
 def test_untied_embeddings_two_ranks_a_reference_model_and_the_disk_transport_agree_as_well(direct):
     sets = [
         "algorithm.kl={kind='loss', coef=0.05}",
@@ -213,10 +233,10 @@ def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
 
 def test_a_reward_rises(direct):
     """The whole loop learns: GRPO on the share of lower-case letters, from a model of random weights."""
-    sets = ["steps=24", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=48"]
+    sets = ["steps=20", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=48"]
     direct("train", "rises", sets=[*sets, "optimizer.lr=2e-3", "trainer.max_tokens_per_micro_batch=2048"])
     rewards = [record["rollout/reward_mean"] for record in direct.steps("rises")]
-    assert len(rewards) == 24
+    assert len(rewards) == 20
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2, rewards
 
 
@@ -281,6 +301,7 @@ def test_rollout_only_and_train_only_share_one_format(direct):
     assert [record["step"] for record in direct.steps("replayed")] == [0, 1]
 
 
+@pytest.mark.long  # so it is in test_trainer_faults.py
 def test_supervised_training_needs_no_engine(direct):
     job = Job(direct.root, direct.model, endpoints=None)
     job("train", "sft", sets=['algorithm.loss="sft"', "steps=6", "optimizer_steps_per_rollout=1", "eval.sets={}"])
@@ -295,6 +316,7 @@ def test_a_reward_that_fails_too_often_ends_the_run_with_a_checkpoint_and_exit_c
     assert (direct.runs / "failing" / "checkpoints" / "step_0").is_dir()
 
 
+@pytest.mark.long  # the engine's masks are in vllm_contract.py, the trainer's in test_megatron_algorithms.py
 def test_trainer_and_engine_are_equal_on_the_tokens_that_top_p_and_top_k_left(direct):
     direct("train", "truncated", sets=["steps=2", "sampling.top_p=0.9", "sampling.top_k=12"])
     for record in direct.steps("truncated"):

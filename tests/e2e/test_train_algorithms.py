@@ -109,6 +109,7 @@ def response_distributions(path: Path, sample: Sample) -> torch.Tensor:
 DISTILLED = ["algorithm.advantage=none", "algorithm.distill_kl_coef=1.0", "algorithm.distill_top_k=4"]
 
 
+@pytest.mark.long  # also in test_megatron_algorithms.py and, through a run's actors, in test_wide_fields.py
 def test_distillation_by_a_loss_trains_and_is_the_same_from_a_recording(job, tmp_path):
     teacher, k = write_tiny_qwen2(tmp_path / "teacher", tied=True, seed=2), 4
     replay(job, "loss", sets=[*DISTILLED, f"model.teacher_path={teacher}"])
@@ -205,6 +206,7 @@ def test_steered_weights_a_following_reference_and_chosen_tokens_resume_bit_equa
             assert two[f"train/{name}"] == pytest.approx(one[f"train/{name}"], rel=1e-4, abs=1e-6), name
 
 
+@pytest.mark.long  # test_critic.py has the critic beside the policy, its steps and its checkpoints
 def test_ppo_trains_policy_and_critic_on_fake_data_and_resumes_bit_equally(job):
     sets = [
         "algorithm.advantage=gae",

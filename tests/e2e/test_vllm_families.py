@@ -1,5 +1,5 @@
-"""Every family in the real vLLM on the CPU: exported, synced into a running engine, and after an update that was given
-up."""
+"""Every family in the real vLLM on the CPU: exported, with the trainer's weights synced before and after two optimizer
+steps, and after an update that was given up."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ ROUNDED = 0.1
 seen. Other weights are off by more than four times this."""
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-USUAL = ("qwen2", "gemma3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe_lite", "gpt_oss")
+USUAL = ("qwen2", "gemma3", "qwen3_moe", "phi3", "deepseek_v3", "glm4_moe_lite", "gpt_oss", "qwen3_vl_moe")
 """One of each way in which weights arrive: tied, norms about zero, experts, fused files, latent attention without and
-with low-rank queries, biased experts. `make test-long` has all families."""
+with low-rank queries, biased experts, experts in one tensor beside a tower. `make test-long` has all families."""
 LONG = tuple(kind for kind in KINDS if kind not in USUAL)
 FAMILIES = [pytest.param(kind, marks=[pytest.mark.long] * (kind in LONG)) for kind in KINDS]
 
@@ -75,8 +75,16 @@ def test_the_trainers_latent_attention_is_nearer_to_transformers_than_either_is_
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-def test_after_each_of_two_syncs_vllm_computes_what_transformers_does_with_these_weights(found):
-    """The first over gloo, the second over disk; on a CPU vLLM multiplies with packed copies of the weights."""
+def test_trainer_and_engine_agree_on_a_prompt_before_and_after_two_optimizer_steps(found):
+    """Synced over gloo, in the mean of the prompt's tokens, while the steps move them by ten thousand times as much."""
+    assert found["stepped"] > DIFFERENT, found
+    assert all(difference < (ROUNDED if found["family"] in DELTA else NEAR) for difference in found["trained"]), found
+    assert found["trainer"] < 2 * NEAR, found
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_after_each_sync_vllm_computes_what_transformers_does_with_these_weights(found):
+    """Two over gloo, the last over disk; on a CPU vLLM multiplies with packed copies of the weights."""
     assert all(moved > max(DIFFERENT, 4 * equal(found)) for moved in found["moved"]), found
     assert all(difference < equal(found) for difference in found["synced"]), found
 

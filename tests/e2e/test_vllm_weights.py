@@ -152,7 +152,7 @@ def test_requests_frozen_during_a_sync_go_on_and_name_both_versions(vllm_engine_
     async def freeze_in_the_middle(sender: Sender, old, new):
         """Samples of which some were begun under the old weights and ended under the new ones."""
         seconds = 0.3  # into the generation; how long it takes depends on the machine, so this is adapted
-        for _ in range(8):
+        for _ in range(20):
             await sender.gloo(tensors_of(old), "old")
             many = new_request(n=48, max_tokens=240)
             running = asyncio.create_task(sender.client.generate(engine.endpoint, many, timeout=TIMEOUT))

@@ -126,7 +126,9 @@ def trained_past_the_driver(group: TrainerGroup, manager, before: int) -> int:
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"context_parallel": 2}, pytest.param({"pipeline_parallel": 2}, marks=pytest.mark.long)], ids=str
+    "layout",
+    [{}, *(pytest.param({f"{cut}_parallel": 2}, marks=pytest.mark.long) for cut in ("context", "pipeline"))],
+    ids=str,
 )
 def test_a_wide_field_reaches_the_loss_of_two_ranks_past_the_driver_and_its_memory_is_freed(
     cluster, tiny_tied_dir, layout
@@ -164,7 +166,8 @@ def test_samples_that_were_lost_with_the_rollout_manager_end_the_run_as_a_lost_p
         ray.kill(manager)
 
         def train_until_it_fails() -> None:  # copies on this host can be read for a moment
-            for _ in range(100):
+            until = time.monotonic() + SECONDS
+            while time.monotonic() < until:
                 group.forward_backward(ready(given))
 
         with pytest.raises(PartLost, match="was to read what another process of the run held, the rollout manager"):

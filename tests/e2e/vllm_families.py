@@ -1,15 +1,17 @@
 """Loads models that went through convert-ckpt, there and back, into the real vLLM, family after family in one process,
-and then syncs other weights into the running engine, twice.
+and then syncs the trainer's weights into the running engine: those it begins with, those after two optimizer steps.
 
 `python -m tests.e2e.vllm_families [family ...]` prints a JSON line for each family, all of them without arguments:
 
 exported    the largest difference of a prompt's log-probabilities to transformers with the weights from before the
             conversion, in fp32; of families in bf16 (IN_BF16) the mean. Qwen3.5's have their vision tower
-synced      the same after each sync, over gloo and over disk
+synced      the same after each sync: over gloo the trainer's before and after its steps, over disk the first ones again
 moved       how far apart by that measure the weights of each sync are from those before it
-exact       the largest difference of each side to transformers in float64, over all three weights; of the trainer too
-            where attention is latent; of families in bf16 transformers is in bf16 there
-trainer     where attention is latent, its largest difference to transformers in fp32
+stepped     the mean difference of the trainer's log-probabilities before and after its steps
+trained     the mean difference of trainer and engine, before and after them
+trainer     the largest difference of the trainer to transformers in fp32
+exact       the difference by that measure of each side to transformers in float64, the largest over all three weights;
+            of the trainer over its own; of families in bf16 transformers is in bf16 there, and the trainer left out
 abandoned   the same as `synced`, after an update that was given up half-way, of the weights that the engine had
 copies      how many of vLLM's packed copies of weights there are after the syncs, and were before them
 seconds     of all that
@@ -42,22 +44,23 @@ os.environ.update(
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch.overrides import TorchFunctionMode
 
 from rltool.engines.dialects.vllm_launch import WORKER_EXTENSION
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 from tests.e2e.megatron_models import (
     DELTA,
-    EXPERTS,
     KINDS,
     LATENT,
     VOCAB,
     WITH_TOWER,
+    auto_class,
     hf_logprobs,
     hf_model,
+    in_float64,
     make_trainer,
     policy_batch,
+    save_as_released,
     save_with_tower,
 )
 from tests.ranks import flat_bytes
@@ -75,6 +78,8 @@ TIED = ("qwen2", "gemma2", "gemma3", "smollm3")
 IN_BF16 = DELTA
 """vLLM 0.32 on a CPU: "CPU GDN attention requires BF16". Weights are rounded to it first."""
 SIZES = LATENT | {kind: dict(linear_key_head_dim=128, linear_value_head_dim=128) for kind in DELTA}
+RATE = 5e-3
+"""Of the trainer's two steps: log-probabilities are visibly others then."""
 HEAD_TWICE = "qwen2"
 """Tied, and its engine starts from files that hold the output head as well, as some tools write them."""
 
@@ -87,36 +92,50 @@ def rotate_in_plain_torch() -> None:
     RotaryEmbedding.forward_cpu = RotaryEmbedding.forward_native
 
 
-class InFloat64(TorchFunctionMode):
-    """What a model computes in float32 whatever its dtype (norms, routers, angles) is in float64, too."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        args = [torch.float64 if x is torch.float32 else x for x in args]
-        return func(*args, **{key: torch.float64 if x is torch.float32 else x for key, x in (kwargs or {}).items()})
-
-
-def exact_logprobs(kind: str, seed: int) -> torch.Tensor:
-    model = model_of(kind, seed).double()
-    if kind in EXPERTS:
-        model.set_experts_implementation("eager")  # the others have no float64
-    with InFloat64():
+def exact_logprobs(kind: str, model: Any) -> torch.Tensor:
+    """The model is in float64 then."""
+    with in_float64(kind, model):
         return hf_logprobs(model, PROMPT, 1.0)
 
 
-def trainers_logprobs(model: Path) -> torch.Tensor:
-    batch = policy_batch([len(PROMPT)])
-    batch.tokens.copy_(PROMPT)
-    place = SimpleNamespace(world_size=1, rank=0, port=0)
-    with closing(make_trainer(place, model, algorithm={"loss": "sft"})) as trainer:
-        [logprobs] = trainer.compute_logprobs([batch])
-        return logprobs
+def trained(kind: str, model: Path) -> tuple[list[Tensors], list[torch.Tensor]]:
+    """The trainer's weights as it sends them, and a prompt's log-probabilities: before and after two steps."""
+    prompt, batch = policy_batch([len(PROMPT)]), policy_batch([40, 12, 9, 30])
+    prompt.tokens.copy_(PROMPT)
+    weights, logprobs = [], []
+    options = dict(algorithm={"loss": "sft"}, optimizer={"lr": RATE, "clip_grad": 0.0})
+    with closing(make_trainer(SimpleNamespace(world_size=1, rank=0, port=0), model, **options)) as trainer:
+        for steps in (0, 2):
+            for _ in range(steps):
+                trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
+            weights.append({meta.name: tensor.clone() for meta, tensor in trainer.export_weights()})
+            logprobs += trainer.compute_logprobs([prompt])
+    return weights, logprobs
 
 
 def model_of(kind: str, seed: int):
     """In float32."""
     model = hf_model(kind, kind in TIED, seed, hidden_size=HIDDEN, num_attention_heads=4, **SIZES.get(kind, {}))
-    return model.bfloat16().float() if kind in IN_BF16 else model
+    return cast(model, torch.bfloat16, back=True) if kind in IN_BF16 else model
+
+
+def model_with(kind: str, tensors: Tensors, directory: Path):
+    """In float32, with these tensors of a checkpoint."""
+    plain = model_of(kind, 0)
+    plain.config.save_pretrained(directory)
+    if kind in WITH_TOWER:  # of which the language model stands alone here
+        tensors = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    attends = plain.config._attn_implementation
+    return auto_class(kind).from_pretrained(directory, dtype=torch.float32, attn_implementation=attends).eval()
+
+
+def cast(model: Any, dtype: torch.dtype, *, back: bool = False) -> Any:
+    """Its parameters alone, `back`: rounded: rotary frequencies stay in float32, in transformers as well."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.to(dtype).to(parameter.dtype if back else dtype)
+    return model
 
 
 def save(kind: str, seed: int, directory: Path) -> None:
@@ -124,7 +143,7 @@ def save(kind: str, seed: int, directory: Path) -> None:
     if kind in WITH_TOWER:  # as all that were released
         save_with_tower(directory, kind, model)
     else:
-        (model.bfloat16() if kind in IN_BF16 else model).save_pretrained(directory)
+        save_as_released(cast(model, torch.bfloat16) if kind in IN_BF16 else model, directory)
 
 
 def convert(kind: str, work: Path) -> Path:
@@ -262,29 +281,39 @@ def mean_difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @dataclass
 class Case:
-    """Of one family: what its engine starts with, weights to send, and a prompt's log-probabilities with each by
-    transformers, in float32 and in float64, and where attention is latent by the trainer."""
+    """Of one family: what its engine starts with, the weights of that and the trainer's two to send, and a prompt's
+    log-probabilities with each by transformers, in float32 and in float64; with its own by the trainer, and by
+    transformers in float32."""
 
     model: Path
     weights: list[Tensors]
     expected: list[torch.Tensor]
     exact: list[torch.Tensor]
     trainers: list[torch.Tensor]
+    alike: list[torch.Tensor]
     theirs: list[torch.Tensor]
     """By transformers in the engine's precision."""
 
 
 def prepare(kind: str, work: Path) -> Case:
-    seeds = range(3)
-    weights = [weights_of(kind, seed, work / str(seed)) for seed in seeds]
-    trainers = [trainers_logprobs(work / str(seed)) for seed in seeds] if kind in LATENT else []
+    weights = [weights_of(kind, seed, work / str(seed)) for seed in range(2)]
+    own, trainers = trained(kind, work / "1")
+    assert own[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name].float()) for name, tensor in own[0].items())
+    # Of families in bf16 the engine rounds what it gets.
+    sent = [{name: tensor.to(weights[1][name].dtype) for name, tensor in each.items()} for each in own]
+
+    def models() -> Iterator[Any]:
+        yield from (model_of(kind, seed) for seed in range(2))
+        yield model_with(kind, sent[1], work / "2")
+
     with torch.no_grad():
-        expected = [hf_logprobs(model_of(kind, seed), PROMPT, 1.0) for seed in seeds]
-        exact = [exact_logprobs(kind, seed) for seed in seeds]
-        theirs = expected
+        alike = [hf_logprobs(model_with(kind, each, work / "own"), PROMPT, 1.0) for each in own]
+        theirs = expected = [hf_logprobs(model, PROMPT, 1.0) for model in models()]
         if kind in IN_BF16:
-            theirs = [hf_logprobs(model_of(kind, seed).bfloat16(), PROMPT, 1.0) for seed in seeds]
-    return Case(convert(kind, work), weights, expected, exact, trainers, theirs)
+            theirs = [hf_logprobs(cast(model, torch.bfloat16), PROMPT, 1.0) for model in models()]
+        exact = [exact_logprobs(kind, model) for model in models()]
+    return Case(convert(kind, work), [weights[0], *own], expected, exact, trainers, alike, theirs)
 
 
 def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
@@ -295,29 +324,31 @@ def compare(kind: str, case: Case, work: Path) -> dict[str, Any]:
         rotate_in_plain_torch()
     with engine_of(case.model) as engine:
 
-        def seen(seed: int) -> float:
+        def seen(number: int) -> float:
             computed.append(vllm_logprobs(engine, tokens))
-            return apart(computed[-1], expected[seed])
+            return apart(computed[-1], expected[number])
 
-        def after(send: Callable[..., None], seed: int) -> float:
-            tensors = case.weights[seed]
+        def after(send: Callable[..., None], number: int) -> float:
+            tensors = case.weights[number]
             buckets = wire.plan_buckets([wire.meta_of(*item) for item in tensors.items()], BUCKET_BYTES)
             send(engine, tensors, buckets, work)
-            return seen(seed)
+            return seen(number)
 
-        found = {"exported": seen(0)}
+        found: dict[str, Any] = {"exported": seen(0)}
         before = packed_copies()
-        found |= {"synced": [after(sync_over_gloo, 1), after(sync_over_disk, 2)], "copies": [packed_copies(), before]}
-        found |= {"abandoned": after(abandon_half_way, 2)}
-    sides = {"vllm": computed[:3], "trainer": trainers, "transformers": case.theirs}
+        found["synced"] = [after(sync_over_gloo, 1), after(sync_over_gloo, 2), after(sync_over_disk, 0)]
+        found |= {"copies": [packed_copies(), before], "abandoned": after(abandon_half_way, 0)}
+    sides = {"vllm": computed[:3], "transformers": case.theirs}
+    if kind not in IN_BF16:
+        sides["trainer"] = trainers
     found["exact"] = {
-        side: max(difference(x.double(), y) for x, y in zip(logprobs, case.exact, strict=True))
+        side: max(apart(x.double(), y) for x, y in zip(logprobs, case.exact[-len(logprobs) :], strict=True))
         for side, logprobs in sides.items()
-        if logprobs
     }
-    if trainers:
-        found["trainer"] = max(difference(x, y) for x, y in zip(trainers, expected, strict=True))
-    return found | {"moved": [apart(expected[seed], expected[seed + 1]) for seed in range(2)]}
+    found["stepped"] = mean_difference(*trainers)
+    found["trained"] = [mean_difference(x, y) for x, y in zip(computed[1:3], trainers, strict=True)]
+    found["trainer"] = max(difference(x, y) for x, y in zip(trainers, case.alike, strict=True))
+    return found | {"moved": [apart(expected[i - 1], expected[i]) for i in range(3)]}
 
 
 def compare_adapter(kind: str, adapter: Path, work: Path) -> dict[str, float]:

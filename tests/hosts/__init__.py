@@ -171,7 +171,7 @@ class Host:
     def python(self, text: str, *words: str, **options: Any) -> str:
         return self.run([sys.executable, "-c", text, *words], **options)
 
-    def reaches(self, other: Host, port: int, *, seconds: float = 1.0) -> bool:
+    def reaches(self, other: Host, port: int, *, seconds: float = SECONDS) -> bool:
         """Whether `other` answers at the port, with a connection or with a refusal."""
         text = (
             "import socket, sys\ntry: socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3]))\n"

@@ -108,10 +108,11 @@ def test_a_late_wire_and_a_lossy_one_carry_the_same_bytes(healthy: Hosts, echo: 
 def test_a_partition_and_a_firewall_are_silent_and_cut_only_what_they_name(healthy: Hosts, echo: None):
     a, b, c = healthy
     healthy.partition(a, b)
-    assert not a.reaches(b, PORT) and not b.reaches(a, PORT) and a.reaches(c, PORT) and c.reaches(b, PORT)
+    assert not a.reaches(b, PORT, seconds=1.0) and not b.reaches(a, PORT, seconds=1.0)
+    assert a.reaches(c, PORT) and c.reaches(b, PORT)
     healthy.heal()
     healthy.block(b, PORT, source=a)
-    assert not a.reaches(b, PORT) and a.reaches(b, PORT + 1) and c.reaches(b, PORT)
+    assert not a.reaches(b, PORT, seconds=1.0) and a.reaches(b, PORT + 1) and c.reaches(b, PORT)
     healthy.heal()
     assert a.reaches(b, PORT)
 
@@ -133,7 +134,7 @@ def test_a_killed_host_falls_silent_with_its_processes():
         sleeper = b.start(["sleep", "1000"], out=hosts.root / "out")
         assert a.reaches(b, PORT)
         hosts.kill(b)
-        assert sleeper.wait(SECONDS) and not a.reaches(b, PORT) and a.reaches(c, PORT)
+        assert sleeper.wait(SECONDS) and not a.reaches(b, PORT, seconds=1.0) and a.reaches(c, PORT)
 
 
 def test_nothing_is_left_of_hosts_whose_owner_was_killed():
@@ -157,7 +158,8 @@ def test_nothing_is_left_of_hosts_whose_owner_was_killed():
     while time.monotonic() < ends and any(Path(f"/proc/{pid}").exists() for pid in pids):
         time.sleep(0.05)
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-    assert left in remove_abandoned() and not left.exists()
+    remove_abandoned()  # or the hosts of another process's tests have
+    assert not left.exists()
 
 
 def test_rules_say_which_frames_pass():

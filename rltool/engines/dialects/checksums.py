@@ -30,7 +30,7 @@ STACKED = {
     "gate_proj": ("w13", 0), "w1": ("w13", 0), "up_proj": ("w13", 1), "w3": ("w13", 1), "gate_up_proj": ("w13", 0),
     "down_proj": ("w2", 0), "w2": ("w2", 0),
 }  # fmt: skip
-"""The same of experts: an expert's projection, or that of all of them (gpt-oss) -> the parameter in which they stand
+"""The same of experts: an expert's projection, or that of all (gpt-oss, Qwen3-VL) -> the parameter in which they stand
 expert after expert."""
 _EXPERTS_PART = re.compile(rf"(.+\.experts)\.(?:(\d+)\.)?({'|'.join(STACKED)})(?:\.|_)?(weight|bias|)$")
 _EXPERTS = re.compile(r"\.experts\.(w13|w2)_(weight|bias)$")
@@ -125,8 +125,10 @@ def with_ranks(engine: Checksums, implied: Mapping[str, Sequence[str]]) -> dict[
 
 
 def _usual_name(parameter: str) -> str:
-    """Of a parameter that an engine names in a way of its own: vLLM experts, and attention in gpt-oss; SGLang the low
-    ranks of latent attention."""
+    """Of a parameter that an engine names in a way of its own: vLLM experts, attention in gpt-oss, and what stands
+    beside a vision tower; SGLang the low ranks of latent attention."""
+    if parameter.startswith("language_model."):
+        parameter = parameter.removeprefix("language_model.").replace("model.", "model.language_model.", 1)
     parameter = parameter.replace(".experts.routed_experts.", ".experts.").replace("_a_proj_with_mqa.", "_a_proj.")
     return parameter.replace(".attn.", ".self_attn.").replace("model.embedding.", "model.embed_tokens.")
 

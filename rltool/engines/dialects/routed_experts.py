@@ -1,7 +1,8 @@
 """The experts that an engine's router chose for each token in each layer, as replies have them (rollout routing replay;
 Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370).
 
-A reply covers the prompt and the response but for its last token, which was sampled and never forwarded.
+A reply covers the prompt and the response but for its last token, which was sampled and never forwarded. Its layers are
+all of the model's, those without experts among them: both engines leave 0 for each choice there.
 
 Sources: vllm/entrypoints/scale_out/token_in_token_out/serving.py and utils/serial_utils.py (numpy2base64) of vLLM 0.32;
 sglang/srt/state_capturer and managers/tokenizer_manager.py of SGLang 0.5.23.
@@ -14,7 +15,7 @@ import io
 from array import array
 from typing import Any
 
-from rltool.engines.types import RoutedExperts, Routing
+from rltool.engines.types import UNROUTED, RoutedExperts, Routing
 from rltool.errors import EngineError
 
 FLAG = "--enable-return-routed-experts"
@@ -73,12 +74,17 @@ def _checked(found: Any, routing: Routing) -> RoutedExperts:
     """found: an array of integers, in the order of RoutedExperts."""
     import numpy as np
 
-    if found.size and not 0 <= int(found.min()) <= int(found.max()) < routing.experts:
+    each_layer = found.reshape(-1, routing.layers, routing.top_k)
+    chosen = np.delete(each_layer, routing.dense, axis=1) if routing.dense else each_layer
+    if chosen.size and not 0 <= int(chosen.min()) <= int(chosen.max()) < routing.experts:
         raise EngineError(
-            f"routed_experts names experts {found.min()} to {found.max()}, and the model has {routing.experts} a layer"
+            f"routed_experts names experts {chosen.min()} to {chosen.max()}, and the model has {routing.experts} a "
+            "layer"
         )
-    of_each = np.sort(found.reshape(-1, routing.top_k), axis=1)
-    if (of_each[:, 1:] == of_each[:, :-1]).any():
+    in_order = np.sort(chosen, axis=-1)
+    if (in_order[..., 1:] == in_order[..., :-1]).any():
         raise EngineError("routed_experts names an expert twice for one token and layer")
     code = routing.code
-    return RoutedExperts(array(code, np.ascontiguousarray(found, NUMPY_NAMES[code]).tobytes()), routing.per_token)
+    kept = each_layer.astype(NUMPY_NAMES[code])
+    kept[:, list(routing.dense)] = UNROUTED[code]
+    return RoutedExperts(array(code, kept.tobytes()), routing.per_token)

@@ -12,6 +12,9 @@ from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 
 CPU_KV_TOKENS = 32768
 """Size of the KV cache on a CPU, where SGLang would otherwise take a share of the host's memory."""
+CPU_MEMORY_SHARE = "0.5"
+"""--mem-fraction-static on a CPU. SGLang takes whatever leaves the host's free memory while it loads for its own
+weights, and does not start where that is more than this share. The KV cache has the size above all the same."""
 
 LAUNCHER = (
     "import os, runpy, sys, tempfile; "
@@ -81,7 +84,7 @@ class SglangLaunching(Launches):
             dtype = dtype or "float32"
             argv += ["--device", "cpu", "--attention-backend", "torch_native"]
             argv += ["--disable-cuda-graph", "--disable-overlap-schedule"]
-            argv += ["--mem-fraction-static", "0.1", "--max-total-tokens", str(CPU_KV_TOKENS)]
+            argv += ["--mem-fraction-static", CPU_MEMORY_SHARE, "--max-total-tokens", str(CPU_KV_TOKENS)]
             argv += ["--sleep-on-idle"]  # its scheduler otherwise polls, and takes half a core from the trainer
         if dtype is not None:
             argv += ["--dtype", dtype]

@@ -5,10 +5,11 @@ Source: https://platform.claude.com/docs/en/api/messages (and messages-streaming
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from rltool.chat.conversation import Conversation, Message, ToolCall
+from rltool.chat.conversation import Conversation, Message, SentPicture, ToolCall
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
@@ -189,18 +190,39 @@ def _messages(entry: Any, field: str) -> Iterator[Message]:
 
 
 def _user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
-    texts: list[str] = []
+    parts: list[str | SentPicture] = []
     for block, where in blocks:
         if block.get("type") == "tool_result":
-            if texts:
-                yield Message("user", "".join(texts))
-                texts = []
+            if parts:
+                yield _said("user", parts)
+                parts = []
             call_id = base.text(block.get("tool_use_id"), f"{where}.tool_use_id")
-            yield Message("tool", _texts(block.get("content") or "", f"{where}.content"), tool_call_id=call_id)
+            content = block.get("content") or ""
+            named = content if isinstance(content, list) else [{"type": "text", "text": content}]
+            result = [_part(base.record(part, where), f"{where}.content[{i}]") for i, part in enumerate(named)]
+            yield replace(_said("tool", result), tool_call_id=call_id)
         else:
-            texts.append(_text(block, where))
-    if texts or not blocks:
-        yield Message("user", "".join(texts))
+            parts.append(_part(block, where))
+    if parts or not blocks:
+        yield _said("user", parts)
+
+
+def _said(role: Literal["user", "tool"], parts: Sequence[str | SentPicture]) -> Message:
+    text, pictures = base.joined(parts)
+    return Message(role, text, pictures=pictures)
+
+
+def _part(block: dict[str, Any], field: str) -> str | SentPicture:
+    if block.get("type") != "image":
+        return _text(block, field)
+    source = base.record(block.get("source"), f"{field}.source")
+    if source.get("type") != "base64":
+        raise BadRequest(
+            f"{field}.source: an image comes as base64, not as {source.get('type')!r}: nothing is fetched",
+            field=f"{field}.source",
+            code="unsupported_content",
+        )
+    return base.picture(f"data:;base64,{base.text(source.get('data'), f'{field}.source.data')}", field)
 
 
 def _assistant(blocks: list[tuple[dict[str, Any], str]]) -> Message:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply
-from rltool.engines.types import TEXT_ALONE
+from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply, SentPicture
 from rltool.gateway.errors import BadRequest, RequestError
 from rltool.gateway.sampling import ApiName
 
@@ -149,10 +148,35 @@ def model_name(body: Mapping[str, Any]) -> str:
 
 def no_media(kind: str, field: str) -> BadRequest:
     return BadRequest(
-        f"{field}: {kind!r} is not served: the gateway {TEXT_ALONE}",
+        f"{field}: {kind!r} is not served: the gateway takes text and images (no video, audio or files)",
         field=field,
         code="unsupported_content",
     )
+
+
+def picture(url: Any, field: str, detail: Any = None) -> SentPicture:
+    """By its data URL. BadRequest for any other, whose picture may be another one tomorrow, and for a wish for less
+    detail, which the model's image processor would not follow."""
+    scheme, found, _ = text(url, field).partition(":")
+    if scheme.lower() != "data":
+        what = f"{scheme[:20]}: URLs are not fetched" if found else "this is none"
+        raise BadRequest(
+            f"{field}: an image comes as a data URL, and {what}", field=field, code="unsupported_content"
+        )
+    if detail not in (None, "auto", "high"):
+        raise BadRequest(f"{field}: detail {_shown(detail)} is not served", field=field, code="unsupported_content")
+    return SentPicture(0, url)
+
+
+def joined(parts: Iterable[str | SentPicture]) -> tuple[str, tuple[SentPicture, ...]]:
+    """(text, pictures) of a message."""
+    said, pictures = "", list[SentPicture]()
+    for part in parts:
+        if isinstance(part, str):
+            said += part
+        else:
+            pictures.append(SentPicture(len(said), part.source))
+    return said, tuple(pictures)
 
 
 def function_tool(name: Any, description: Any, parameters: Any, field: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
+from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
@@ -158,25 +158,30 @@ def _message(entry: Any, field: str) -> Message:
         raise BadRequest(f"{field}: tool_calls are an assistant's", field=field)
     name, call_id = sent.get("name"), sent.get("tool_call_id")
     reasoning = sent.get("reasoning_content") or "" if role == "assistant" else ""
+    text, pictures = _content(sent.get("content"), f"{field}.content", role)
     return Message(
         role=role,  # pyright: ignore[reportArgumentType]  # the values of ROLES
-        text=_content(sent.get("content"), f"{field}.content", may_miss=role == "assistant"),
+        text=text,
         reasoning=base.text(reasoning, f"{field}.reasoning_content"),
         tool_calls=tuple(_sent_call(call, f"{field}.tool_calls[{i}]") for i, call in enumerate(calls)),
         tool_call_id=base.text(call_id, f"{field}.tool_call_id") if call_id is not None else None,
         name=base.text(name, f"{field}.name") if name is not None else None,
+        pictures=pictures,
     )
 
 
-def _content(content: Any, field: str, *, may_miss: bool) -> str:
-    if content is None and may_miss:
-        return ""
+def _content(content: Any, field: str, role: str) -> tuple[str, tuple[SentPicture, ...]]:
+    if content is None and role == "assistant":
+        return "", ()
     if not isinstance(content, list):
-        return base.text(content, field)
-    return "".join(_part(base.record(part, field), f"{field}[{i}]") for i, part in enumerate(content))
+        return base.text(content, field), ()
+    return base.joined(_part(base.record(part, field), f"{field}[{i}]", role) for i, part in enumerate(content))
 
 
-def _part(part: dict[str, Any], field: str) -> str:
+def _part(part: dict[str, Any], field: str, role: str) -> str | SentPicture:
+    if part.get("type") == "image_url" and role in ("user", "tool"):
+        sent = base.record(part.get("image_url"), f"{field}.image_url")
+        return base.picture(sent.get("url"), f"{field}.image_url.url", sent.get("detail"))
     if part.get("type") != "text":
         raise base.no_media(str(part.get("type")), field)
     return base.text(part.get("text"), f"{field}.text")

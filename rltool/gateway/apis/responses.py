@@ -7,9 +7,10 @@ responses_stream.py.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from rltool.chat.conversation import Conversation, Message, Reply, ToolCall
+from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall
 from rltool.gateway.apis import base, responses_stream
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import ROLES, parse_arguments
@@ -190,7 +191,7 @@ def _item(item: dict[str, Any], field: str) -> Message:
             role = ROLES.get(base.text(item.get("role"), f"{field}.role"))
             if role is None or role == "tool":
                 raise BadRequest(f"{field}.role {item['role']!r} is not known", field=f"{field}.role")
-            return Message(role, _content(item.get("content"), f"{field}.content"))  # pyright: ignore[reportArgumentType]
+            return _message(role, item.get("content"), f"{field}.content")
         case "function_call":
             call = ToolCall(
                 id=base.text(item.get("call_id"), f"{field}.call_id"),
@@ -200,7 +201,7 @@ def _item(item: dict[str, Any], field: str) -> Message:
             return Message("assistant", "", tool_calls=(call,))
         case "function_call_output":
             call_id = base.text(item.get("call_id"), f"{field}.call_id")
-            return Message("tool", _content(item.get("output"), f"{field}.output"), tool_call_id=call_id)
+            return replace(_message("tool", item.get("output"), f"{field}.output"), tool_call_id=call_id)
         case "reasoning":
             parts = base.items(item.get("content") or [], f"{field}.content")
             thoughts = [
@@ -212,16 +213,20 @@ def _item(item: dict[str, Any], field: str) -> Message:
             raise BadRequest(f"{field}: items of type {kind!r} are not served", field=field, code="unsupported_content")
 
 
-def _content(content: Any, field: str) -> str:
-    if not isinstance(content, list):
-        return base.text(content, field)
-    texts: list[str] = []
-    for i, entry in enumerate(content):
-        part = base.record(entry, f"{field}[{i}]")
-        if part.get("type") not in TEXT_PARTS:
-            raise base.no_media(str(part.get("type")), f"{field}[{i}]")
-        texts.append(base.text(part.get("text"), f"{field}[{i}].text"))
-    return "".join(texts)
+def _message(role: str, content: Any, field: str) -> Message:
+    entries = content if isinstance(content, list) else [{"type": "text", "text": base.text(content, field)}]
+    text, pictures = base.joined(
+        _part(base.record(entry, f"{field}[{i}]"), f"{field}[{i}]", role) for i, entry in enumerate(entries)
+    )
+    return Message(role, text, pictures=pictures)  # pyright: ignore[reportArgumentType]  # the values of ROLES
+
+
+def _part(part: dict[str, Any], field: str, role: str) -> str | SentPicture:
+    if part.get("type") == "input_image" and role in ("user", "tool"):
+        return base.picture(part.get("image_url"), f"{field}.image_url", part.get("detail"))
+    if part.get("type") not in TEXT_PARTS:
+        raise base.no_media(str(part.get("type")), field)
+    return base.text(part.get("text"), f"{field}.text")
 
 
 def _tool(entry: Any, field: str) -> dict[str, Any]:

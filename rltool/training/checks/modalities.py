@@ -11,17 +11,16 @@ from rltool.algorithms.mismatch import most_different_sample
 from rltool.config.train import TrainConfig
 from rltool.engines.types import TEXT_ALONE
 from rltool.errors import TrainingStopped, UsageError
-from rltool.models.base import Family, Pictures
-from rltool.models.pictures import Place, check_places, places_of
+from rltool.models.base import Family
+from rltool.models.pictures import Pictures, Place, check_places, places_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.rollout.multimodal import named
-from rltool.rollout.pictures import PictureReader
+from rltool.rollout.pictures import PROCESSORS, PictureReader
 from rltool.rollout.sample import Sample
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 
 OF_ONE_SAMPLE = 4
 """A sample's mean difference varies more than that of all samples together."""
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 
 
 def training_refusal(config: TrainConfig, kinds: Collection[str]) -> str | None:
@@ -77,10 +76,18 @@ def _disagrees(sample: Sample, family: Family) -> str | None:
         return f"{count} images, and picture_places of {len(places)}"
     assert family.pictures is not None
     try:
-        check_places(sample.prompt_ids, places, family.pictures)
+        check_places([*sample.prompt_ids, *sample.response_ids], places, family.pictures)
     except ValueError as error:
         return f"images, and {error}"
     return None
+
+
+def agents_pictures(config: TrainConfig) -> Pictures | str:
+    """How the gateway of a run reads those that agents send, or why the run takes none."""
+    found, refused = _pictures(config), _settings(config)
+    if found is None:
+        return f"{config.model.path} has no image processor, or the trainer {TEXT_ALONE} of it"
+    return found if refused is None else f"{refused} is not implemented with pictures"
 
 
 def picture_reader(config: TrainConfig) -> PictureReader | None:
@@ -119,7 +126,8 @@ def _family(config: TrainConfig) -> Family:
 def _trainers(config: TrainConfig, kinds: Collection[str]) -> str | None:
     family = _family(config)
     if family.modalities.issuperset(kinds):
-        return _settings(config) if kinds else None
+        refused = _settings(config) if kinds else None
+        return None if refused is None else f"images, and {refused} is not implemented with pictures"
     return (
         f"{named(set(kinds) - family.modalities)}, and the trainer's {family.architecture} {TEXT_ALONE}: leave them "
         "out (columns: data.multimodal_keys = {}), or sample without training, with a rollout.generate_function and "
@@ -137,5 +145,4 @@ def _settings(config: TrainConfig) -> str | None:
         "a critic": algorithm.uses_critic,
         "model.teacher_path": config.model.teacher_path is not None,
     }
-    found = next((what for what, is_set in refused.items() if is_set), None)
-    return None if found is None else f"images, and {found} is not implemented with pictures"
+    return next((what for what, is_set in refused.items() if is_set), None)

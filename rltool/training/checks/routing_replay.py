@@ -20,7 +20,8 @@ def routing_of(family: Family) -> Routing:
     """What the choices of this model's routers look like."""
     if not family.num_experts:
         raise UsageError(f"{SETTING}, but the model has no experts; leave it out")
-    return Routing(family.num_layers, family.transformer["moe_router_topk"], family.num_experts)
+    dense = tuple(layer for layer, has_experts in enumerate(family.expert_layers) if not has_experts)
+    return Routing(family.num_layers, family.transformer["moe_router_topk"], family.num_experts, dense)
 
 
 def wanted_routing(config: TrainConfig) -> Routing | None:

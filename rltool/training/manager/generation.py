@@ -27,11 +27,15 @@ from rltool.gateway.parts import Parts
 from rltool.processes.keys import make_key, read_key
 from rltool.rollout.generate import GenerateFunction, load_generate
 from rltool.rollout.serving.versions import VersionBook
+from rltool.training.checks.modalities import agents_pictures
 
 PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
 """For a gateway that is being started again; GATEWAY_SECONDS end it."""
 GATEWAY_SECONDS = 60.0
 """For a session to be opened or ended, a restart of the gateway in between included."""
+
+BODY_WITH_PICTURES = 32 * 1024 * 1024
+"""Bytes of a request: agents send all of a conversation's pictures with each turn."""
 
 
 COUNTS = (
@@ -115,7 +119,7 @@ class Generation:
                 return FleetView.of(fleet, book.published if book is not None else None)
 
             self._process = GatewayProcess(
-                self._gateway_config(), parts, self._place.log, self._client, log=self._log,
+                self._gateway_config(parts), parts, self._place.log, self._client, log=self._log,
                 view=view if parts.follows else None,
             )  # fmt: skip
             url = self._process.url
@@ -142,10 +146,12 @@ class Generation:
             key_file=key_file.absolute(),
             stop_token_ids=sampling.stop_token_ids,
             trust_remote_code=self._config.model.trust_remote_code,
+            pictures=agents_pictures(self._config),
         )
 
-    def _gateway_config(self) -> GatewayConfig:
+    def _gateway_config(self, parts: Parts) -> GatewayConfig:
         sampling, rollout = self._config.sampling, self._config.rollout
+        usual = GatewayConfig.model_fields["max_body_bytes"].default
         return GatewayConfig(
             tool_parser=rollout.tool_parser,
             template_arguments=rollout.template_arguments,
@@ -158,6 +164,7 @@ class Generation:
             max_turns=rollout.max_turns,
             turn_timeout=self._config.deadlines.generate,
             idle_timeout=2 * self._config.deadlines.agent,
+            max_body_bytes=usual if isinstance(parts.pictures, str) else BODY_WITH_PICTURES,
         )
 
     def metrics(self) -> dict[str, float]:

@@ -120,7 +120,9 @@ def _shards(rule: Parameter, tensor: Tensor, ranks: int) -> Iterator[Tensor]:
     if rule.vocabulary:
         tensor = _padded(tensor, ranks)
     if rule.experts:
-        yield from _stacked(rule, tensor).chunk(1 if rule.shard_dim is None else ranks, 1 + (rule.shard_dim or 0))
+        dim, cuts = 1 + (rule.shard_dim or 0), 1 if rule.shard_dim is None else ranks
+        halves = [half.chunk(cuts, dim) for half in _stacked(rule, tensor).chunk(_apart(rule), 1)]
+        yield from (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in zip(*halves, strict=True))
         return
     for rank in range(ranks):
         if rule.shard_dim is None or _is_norm(rule):
@@ -142,6 +144,12 @@ def _stacked(rule: Parameter, tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2) if rule.experts and rule.transposed else tensor
 
 
+def _apart(rule: Parameter) -> int:
+    """Of a tensor of all experts, how many blocks of an expert's rows ranks cut separately: gate and up, unless they
+    lie by turns."""
+    return 1 if rule.interleaved else len(rule.parts) or 1
+
+
 def _is_norm(rule: Parameter) -> bool:
     return rule.name.endswith("_layernorm.weight")
 
@@ -156,7 +164,7 @@ def _divides(rule: Parameter, ranks: int) -> bool:
     if rule.shard_dim is None or rule.vocabulary or _is_norm(rule):
         return True
     if rule.experts:
-        return rule.merged_shape[rule.shard_dim] % ranks == 0
+        return rule.merged_shape[rule.shard_dim] % (_apart(rule) * ranks) == 0
     if rule.parts:  # each part of the tensor is cut, not the tensor
         return ranks == 1
     unit = rule.head_dim if rule.merge_as == "qkv" else 1

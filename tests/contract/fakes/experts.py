@@ -12,9 +12,12 @@ from rltool.engines.types import Routing
 
 
 def chosen(tokens: Sequence[int], routing: Routing) -> np.ndarray:
-    """[tokens - 1, layers, top_k] int32: of all tokens but the last, which was sampled and never forwarded."""
+    """[tokens - 1, layers, top_k] int32: of all tokens but the last, which was sampled and never forwarded; 0 for each
+    choice of a dense layer."""
     first = np.add.outer(7 * np.asarray(tokens[:-1], np.int32), 3 * np.arange(routing.layers))
-    return ((first[:, :, None] + np.arange(routing.top_k)) % routing.experts).astype(np.int32)
+    found = ((first[:, :, None] + np.arange(routing.top_k)) % routing.experts).astype(np.int32)
+    found[:, list(routing.dense)] = 0
+    return found
 
 
 def to_npy(found: np.ndarray) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-WAIT_SECONDS = 10.0
+WAIT_SECONDS = 60.0
 
 
 @dataclass(eq=False)

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from rltool.engines.plugin.lease import RUN_HEADER
 
-START_SECONDS = 10.0
+START_SECONDS = 60.0
 
 
 @dataclass(frozen=True)

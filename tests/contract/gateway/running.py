@@ -37,6 +37,7 @@ class Gateway:
     port: int = 0
     policy: FleetPolicy = POLICY
     parts: dict[str, Any] = field(default_factory=dict)
+    dialect: str = "vllm"
 
     def __enter__(self) -> Self:
         key_file = self.directory / "gateway.key"
@@ -46,7 +47,7 @@ class Gateway:
             served_name="policy",
             max_model_len=4096,
             tokenizer=self.tokenizer,
-            endpoints=tuple(EngineEndpoint(url=e.url, dialect="vllm", plugin=True) for e in self.engines),
+            endpoints=tuple(EngineEndpoint(url=e.url, dialect=self.dialect, plugin=True) for e in self.engines),
             sessions=self.directory / "sessions",
             key_file=key_file,
             **self.parts,

@@ -254,9 +254,9 @@ def test_errors_are_the_clients_own(gpt, claude, session, gateway):
     with pytest.raises(anthropic.NotFoundError, match="claude"):
         claude.messages.create(model="claude", max_tokens=9, messages=hi)
     image = {"type": "image_url", "image_url": {"url": "http://example.invalid/a.png"}}
-    with pytest.raises(openai.BadRequestError, match="no images"):
+    with pytest.raises(openai.BadRequestError, match="http: URLs are not fetched"):
         gpt.chat.completions.create(model="policy", messages=[{"role": "user", "content": [image]}])
-    with pytest.raises(anthropic.BadRequestError, match="no images"):
+    with pytest.raises(anthropic.BadRequestError, match="nothing is fetched"):
         claude.messages.create(
             model="policy",
             max_tokens=9,

@@ -503,6 +503,8 @@ def is_refused(port: int) -> bool:
             return connection.recv(1) == b""
         except TimeoutError:
             return False
+        except ConnectionResetError:
+            return True
 
 
 def until(holds) -> None:

@@ -438,9 +438,7 @@ def test_a_run_s_gateway_is_told_over_its_pipe_also_when_it_is_started_again_and
         manager.join(two)
         manager.sync(0, two)
         manager.fleet.drain(one.url, "told to leave")
-        began = time.monotonic()
         until(lambda: sees({one.url: "draining", two.url: "ready"}), "it follows")
-        assert time.monotonic() - began < 10.0
         assert agent.turn() == "two" and [versions for _, versions in agent.turns()] == [{version(0)}] * 2
         manager.fleet.remove(one.url, "gone")
         assert process._process is not None

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ from rltool.config.gateway import GatewayConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
 from rltool.engines.run_status import run_status
 from rltool.errors import UsageError
+from rltool.gateway import launch
 from rltool.gateway.launch import GatewayPlan, plan_gateway, start_gateway
 from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
@@ -60,7 +62,7 @@ def test_a_gateway_serves_is_seen_and_ends(run, engine, tokenizer_dir):
         [process] = group.processes
         assert parts.key_file.read_text() not in " ".join(process.state.argv)
         os.kill(process.state.pid, signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert len(list(run.sessions_dir.glob("*.jsonl"))) == 1
 
 
@@ -207,6 +209,24 @@ def test_processes_behind_one_port_are_started_again_one_by_one(run, engine, tok
         assert len(trajectory["finish_reasons"]) == 16
         refused = requests.post(f"{url}/episodes/1", headers=bearer, json={"task": {}}, timeout=30)
         assert (refused.status_code, "--processes" in refused.text) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("platform", "processes", "message"),
+    [
+        ("darwin", 2, "--processes 2: only Linux deals out connections of one port to several"),
+        ("darwin", 1, "/models/fake is not on this host"), ("linux", 2, "/models/fake is not on this host"),
+    ],
+)  # fmt: skip
+def test_several_processes_are_refused_where_a_port_is_not_shared(
+    run, engine, monkeypatch, platform, processes, message
+):
+    """What else is wrong is found behind it: the model's tokenizer is not here."""
+    monkeypatch.setattr(launch, "sys", SimpleNamespace(platform=platform, executable=sys.executable))
+    with ProcessGroup(run) as group:
+        with pytest.raises(UsageError, match=message):
+            start_gateway(GatewayConfig(processes=processes), plan_of(run, engine), group)
+        assert group.processes == []
 
 
 def test_a_model_without_a_tokenizer_here_is_refused_before_anything_starts(run, engine, tmp_path):

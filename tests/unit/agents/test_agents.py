@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+from array import array
 from typing import Any
 
 import psutil
@@ -79,6 +80,23 @@ def test_every_trajectory_is_one_and_what_was_not_sampled_is_none():
     assert (first.trajectory, second.trajectory) == (0, 1)
     assert second.status is SampleStatus.TRUNCATED and second.prompt_ids == [10, 11]
     assert samples_of({"trajectories": []}, pending(), result=1.0, max_tokens=9) == []
+
+
+def test_a_sample_has_the_pictures_of_its_trajectory_and_none_of_its_row_s():
+    places = [1, 1, 2, 9, 4, 1, 2, 8, 8, 1, 1, 9]
+    seen = trajectory("0001001001") | {"pictures": ["a", "b", "a"], "picture_places": places}
+    record = {"trajectories": [seen, trajectory("01")], "pictures": {"a": "data:A", "b": "data:B"}}
+    record["turns"] = [
+        {"trajectory": i, "start": at, "end": at + 1, "left_out": why}
+        for i, at, why in ((0, 3, ""), (0, 6, ""), (0, 9, "asked"), (1, 1, ""))
+    ]
+    sample = pending()
+    sample.multimodal_inputs, sample.picture_places = {"image": ["row.png"], "video": ["v"]}, array("q", [0, 1, 1, 5])
+    first, second = samples_of(record, sample, result=1.0, max_tokens=99)
+    assert first.multimodal_inputs == {"image": ["data:A", "data:B"], "video": ["v"]}
+    assert list(first.picture_places) == [1, 1, 2, 9, 4, 1, 2, 8] and len(first.prompt_ids) == 3
+    assert second.multimodal_inputs == {"video": ["v"]} and not second.picture_places
+    assert sample.multimodal_inputs["image"] == ["row.png"]
 
 
 def test_a_trajectory_that_the_trainer_cannot_take_fails():

@@ -128,6 +128,34 @@ def test_what_is_missing_or_does_not_fit_is_an_error(kind, found, text):
         parsed(kind, found)
 
 
+FIRST_DENSE = replace(ROUTING, dense=(0,))
+
+
+def with_places(layer, choices):
+    """FOUND but for what it has for the third token in this layer; the first is dense."""
+    found = chosen([*PROMPT, *ANSWER], FIRST_DENSE)
+    found[2, layer] = choices
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("choices", [(0, 0), (5, 5), (77, 200)])
+def test_what_engines_leave_in_the_places_of_dense_layers_means_nothing(kind, choices):
+    found = with_places(0, choices)
+    routed = parsed(kind, found, request=replace(REQUEST, routing=FIRST_DENSE)).routed_experts
+    kept = np.array(routed.choices).reshape(4, 3, 2)
+    assert (kept[:, 0] == 255).all() and (kept[:, 1:] == FOUND[:, 1:]).all()
+    assert (routed.choices.typecode, routed.per_token, routed.tokens) == ("B", 6, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("choices", "text"), [((3, 3), "an expert twice"), ((1, 8), "the model has 8 a layer")])
+def test_layers_with_experts_are_checked_beside_dense_ones(kind, choices, text):
+    for layer in (1, 2):
+        with pytest.raises(EngineError, match=text):
+            parsed(kind, with_places(layer, choices), request=replace(REQUEST, routing=FIRST_DENSE))
+
+
 def pickled() -> str:
     file = io.BytesIO()
     np.save(file, np.array([{"a": 1}], dtype=object), allow_pickle=True)
@@ -361,27 +389,36 @@ def test_a_model_without_experts_is_refused_and_one_with_them_gives_the_numbers(
     dense = SimpleNamespace(num_experts=0)
     with pytest.raises(UsageError, match="the model has no experts"):
         routing_of(dense)
-    mixture = SimpleNamespace(num_experts=128, num_layers=48, transformer={"moe_router_topk": 8})
-    assert routing_of(mixture) == Routing(48, 8, 128)
+    layers = [False] * 3 + [True] * 45
+    mixture = SimpleNamespace(
+        num_experts=128, num_layers=48, transformer={"moe_router_topk": 8}, expert_layers=layers
+    )  # fmt: skip
+    assert routing_of(mixture) == Routing(48, 8, 128, dense=(0, 1, 2))
 
 
-@pytest.mark.parametrize(("kind", "fits"), [("qwen2", False), ("qwen3_moe", True)])
-def test_the_model_of_a_run_is_looked_at_before_it_starts(tmp_path, kind, fits):
+@pytest.mark.parametrize(
+    ("kind", "dense"), [("qwen2", None), ("qwen3_moe", ()), ("glm4_moe", (0,)), ("deepseek_v3", (0,))]
+)
+def test_the_model_of_a_run_is_looked_at_before_it_starts(tmp_path, kind, dense):
     hf_config(kind, True).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(
         json.dumps(json.loads((tmp_path / "config.json").read_text()) | {"architectures": [ARCHITECTURES[kind]]})
     )
     run = config(f"model.path={tmp_path}")
-    if fits:
+    if dense is not None:
         check_model(run)
-        assert wanted_routing(run) == Routing(4, 2, 4)
+        top_k, experts = (4, 8) if kind == "deepseek_v3" else (2, 4)
+        assert wanted_routing(run) == Routing(4, top_k, experts, dense)
         assert wanted_routing(config(f"model.path={tmp_path}", "algorithm.routing_replay=false")) is None
         return
     with pytest.raises(UsageError, match="the model has no experts"):
         check_model(run)
 
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+ARCHITECTURES = {
+    "qwen2": "Qwen2ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM", "glm4_moe": "Glm4MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}  # fmt: skip
 
 
 def test_samples_without_experts_stop_a_run_that_replays():

@@ -11,14 +11,15 @@ from itertools import count
 
 import pytest
 
-from rltool.chat.conversation import Conversation, Message, ToolCall
+from rltool.chat.conversation import Conversation, Message, SentPicture, ToolCall
 from rltool.engines.types import VersionSpan
 from rltool.errors import RltoolError
 from rltool.gateway.errors import NotFound, NotRecorded, TooMany, Unauthorized
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.session import Session
 from rltool.gateway.store import SessionStore
-from rltool.gateway.trajectory import TurnRecord, common_prefix
+from rltool.gateway.trajectory import Seen, TurnRecord, common_prefix
+from rltool.models.pictures import Place
 
 IDS = count()
 
@@ -42,7 +43,8 @@ def retold(name, arguments):
 def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None, stopped=True, **fields):
     """Record one turn, as Turns does."""
     place = session.places[base] if base else None
-    index, parent, shared = session.place(array("i", prompt), place, cut)
+    pictures = fields.pop("pictures", ())
+    index, parent, shared = session.place(array("i", prompt), place, cut, pictures)
     record = TurnRecord(
         id=f"turn-{next(IDS)}",
         time=fields.pop("time", 1.5),
@@ -60,9 +62,10 @@ def turn(session, prompt, sampled, *, base=None, cut=0, messages=(), reply=None,
         stopped=stopped,
         messages=messages,
         reply=reply,
+        pictures=tuple(seen for seen in pictures if seen.place.at >= shared),
         **fields,
     )
-    session.apply(record)
+    session.apply(TurnRecord.from_json(json.loads(json.dumps(record.to_json()))))
     return record
 
 
@@ -120,6 +123,34 @@ def test_a_prompt_of_token_ids_that_goes_on_extends():
     turn(session, [1, 2], [3, 9])
     turn(session, [1, 2, 3, 9, 5], [6])
     assert tokens(session) == [[1, 2, 3, 9, 5, 6]]
+
+
+def test_a_picture_is_part_of_what_is_shared():
+    """7 is its placeholder."""
+    session, prompt = new_session(), [1, 7, 7, 2, 7, 3]
+    one, two, other = (Seen(name, Place(1, 1, 2, 9)) for name in "abc")
+    last = Seen("d", Place(4, 1, 1, 9))
+    turn(session, prompt, [4, 9], pictures=(one, last))
+    turn(session, prompt, [5, 9], pictures=(one, last))
+    turn(session, prompt, [6, 9], pictures=(one, last._replace(digest="e")))
+    turn(session, prompt, [6, 9], pictures=(other, last))
+    turn(session, prompt, [6, 9])
+    turn(session, [1, 7, 7, 2, 7, 3, 4, 9, 8], [6, 9], pictures=(two, last))
+    turn(session, [1, 7, 7, 2, 7, 3, 4, 9, 8], [6, 9], pictures=(one, last))
+    assert [(t.parent, t.shared) for t in session.trajectories] == [(None, 0), (0, 6), (0, 4), (0, 1), (0, 1), (0, 1)]
+    assert tokens(session)[0] == [*prompt, 4, 9, 8, 6, 9], "the last one goes on"
+    found = [[seen.digest for seen in t.pictures] for t in session.trajectories]
+    assert found == [["a", "d"], ["a", "d"], ["a", "e"], ["c", "d"], [], ["b", "d"]]
+    assert session.trajectories[2].to_json(2)["picture_places"] == [1, 1, 2, 9, 4, 1, 1, 9]
+
+
+def test_a_history_with_another_picture_is_another_one():
+    session = new_session()
+    shown = ((1, "one"), (1, "other"), (0, "one"))
+    seen = [Message("user", "a", pictures=(SentPicture(*one),)) for one in shown]
+    first = turn(session, [1, 7], [9], messages=(seen[0],), reply=said("b"), pictures=(Seen("one", Place(1, 1, 1, 9)),))
+    found = [session.continued_by(Conversation((asked, said("b"), user("c")))) for asked in seen]
+    assert [place and place.id for place in found] == [first.id, None, None]
 
 
 def test_the_longest_history_is_continued_and_of_equal_ones_the_newest():

@@ -26,7 +26,7 @@ from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
 WIDE = {
     "hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
 }  # fmt: skip
-REFUSED = ("gpt_oss", "qwen3_vl", *DELTA)
+REFUSED = ("gpt_oss", "qwen3_vl", "qwen3_vl_moe", *DELTA)
 
 
 def family_of(kind, **sizes):

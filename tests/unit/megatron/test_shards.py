@@ -31,6 +31,7 @@ REFUSED = {
     "GptOssForCausalLM",
     "Phi3ForCausalLM",
     "Qwen3NextForCausalLM",
+    "Qwen3VLMoeForConditionalGeneration",
     "Qwen3_5ForCausalLM",
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForCausalLM",
@@ -68,8 +69,9 @@ def test_families_that_are_refused_are_these():
 def test_the_refusal_names_what_is_not_implemented():
     with pytest.raises(UsageError, match="multi-head latent attention, which DeepseekV3ForCausalLM has"):
         check_family(family_of("DeepseekV3ForCausalLM"))
-    with pytest.raises(UsageError, match="GptOssForCausalLM: .* is fused or transposed"):
-        check_family(family_of("GptOssForCausalLM"))
+    for stacked in ("GptOssForCausalLM", "Qwen3VLMoeForConditionalGeneration"):
+        with pytest.raises(UsageError, match=f"{stacked}: .* is fused or transposed"):
+            check_family(family_of(stacked))
     family = family_of("Qwen2ForCausalLM")
     with pytest.raises(UsageError, match="quantised engines"):
         check_plan(quantised(full_plan(family, torch.float32)))

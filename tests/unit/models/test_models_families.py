@@ -241,6 +241,8 @@ def test_every_architecture_and_engine_that_is_named_is_one_that_tests_compare_w
         ("Qwen3NextForCausalLM", {"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
         ("Qwen3_5ForCausalLM", {"attention_bias": True}, "attention_bias"),
         ("Qwen3VLForConditionalGeneration", {"attention_bias": True}, "attention_bias"),
+        ("Qwen3VLMoeForConditionalGeneration", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("Qwen3VLMoeForConditionalGeneration", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("Qwen3_5ForConditionalGeneration", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -344,6 +346,23 @@ def test_qwen3_vl_as_text_is_qwen3_with_its_own_default_of_rope_and_carries_the_
         else:
             with pytest.raises(UsageError, match="mrope_section"):
                 family_for(architecture | sees)
+
+
+def test_qwen3_vl_with_experts_is_qwen3_moe_with_normalised_weights_and_the_same_pictures():
+    sizes = dict(moe_intermediate_size=8, num_experts_per_tok=2, norm_topk_prob=True, head_dim=128)
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
+    text = {key: value for key, value in hf_config(**sizes, num_local_experts=4).items() if key != "architectures"}
+    whole = {"architectures": ["Qwen3VLMoeForConditionalGeneration"], "text_config": text | {"rope_parameters": rope}}
+    found = family_for(whole | {"vision_config": {"patch_size": 16}, "image_token_id": 9})
+    alone = family_for(hf_config("Qwen3MoeForCausalLM", **sizes, num_experts=4, rope_theta=5e6))
+    assert found.transformer == alone.transformer and found.carried == ("model.visual.",)
+    assert found.pictures == Pictures(token=9, patch=16, merge=2, deep=3) and found.rotary.sections == (24, 20, 20)
+    shapes, block = dict(found.hf_tensors()), "model.language_model.layers.1.mlp."
+    assert shapes[f"{block}experts.gate_up_proj"] == (4, 16, 16) and shapes[f"{block}experts.down_proj"] == (4, 8, 16)
+    first = found.parameter("decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight")
+    of_one = torch.arange(256.0).view(16, 16)  # [inputs, outputs]: eight columns of gate, then of up
+    assert torch.equal(first.shard(first.merge([of_one]), 1, 2), of_one.T[[4, 5, 6, 7, 12, 13, 14, 15]])
+    assert parameters_of(found) == parameters_of(alone)
 
 
 def test_each_picture_has_its_placeholders_and_no_other():

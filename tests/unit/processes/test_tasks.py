@@ -13,7 +13,7 @@ from rltool.processes.tasks import Background, all_of, beside
 
 
 async def until(holds):
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not holds():
             await asyncio.sleep(0)
 

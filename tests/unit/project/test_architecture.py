@@ -102,6 +102,7 @@ GATEWAY_IMPORTS = {
     "config": "its settings",
     "engines": "addresses, requests and replies, the HTTP client",
     "errors": "",
+    "models": "which of them take pictures, and how",
     "terminal": "what it prints",
     "processes": "run directory, keys, starting",
     "rollout": "the tokenizer, and the data plane with what continues a response",
@@ -555,7 +556,9 @@ def test_the_gateway_imports_few_rooms_and_of_rollout_the_tokenizer_and_what_gen
     assert {i.module.split(".")[1] for i in found} == {"gateway", *GATEWAY_IMPORTS}
     modules = {i.module.removeprefix("rltool.rollout.") for i in found if i.module.startswith("rltool.rollout")}
     serving = {"serving.data_plane", "serving.monitor", "serving.versions"}
-    assert modules == {"tokenizer", "generate", "sample", "stop_strings", *serving}
+    assert modules == {"tokenizer", "generate", "sample", "stop_strings", "pictures", *serving}
+    models = {i.module.removeprefix("rltool.models.") for i in found if i.module.startswith("rltool.models")}
+    assert models == {"pictures", "registry"}
 
 
 @pytest.mark.parametrize(

@@ -164,3 +164,28 @@ def test_a_failure_is_named_at_once(pytester):
             ["failed: test_some.py::test_bad", "error: test_some.py::test_error", "*= ERRORS =*"], consecutive=False
         )
         assert result.stdout.lines[-1].strip("= ").startswith("1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error in ")
+
+
+def test_a_test_that_is_run_again_is_quoted_and_counts_as_what_it_was_in_the_end(pytester):
+    pytester.makeconftest(
+        "from pathlib import Path\nfrom tests.long_report import FailuresAtOnce, LongReport\n"
+        "def pytest_configure(config):\n"
+        "    if not hasattr(config, 'workerinput'):\n"
+        "        config.pluginmanager.register(FailuresAtOnce(config))\n"
+        "        config.pluginmanager.register(LongReport(Path('report.json'), config.rootpath))\n"
+    )
+    pytester.makepyfile(
+        test_some="from pathlib import Path\n"
+        "def test_first():\n"
+        "    seen = Path('seen')\n"
+        "    if not seen.exists():\n"
+        "        seen.touch()\n"
+        "        raise ValueError('the first time')\n"
+    )
+    for words in ([], ["-n", "1"]):
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--reruns", "1", *words)
+        result.stdout.fnmatch_lines(
+            ["run again: test_some.py::test_first", "*ValueError: the first time", "*= 1 passed, 1 rerun in *"]
+        )
+        assert json.loads(Path("report.json").read_text())["totals"] == {"passed": 1}
+        Path("seen").unlink()

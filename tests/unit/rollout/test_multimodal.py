@@ -26,9 +26,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.types import TEXT_ALONE, GenerateRequest, SamplingParams
 from rltool.environments.protocol import task_of
 from rltool.errors import TrainingStopped, UsageError
-from rltool.gateway.apis.base import no_media
-from rltool.models.base import Pictures
-from rltool.models.pictures import places_of
+from rltool.models.pictures import Pictures, places_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.quickstart.tiny_model import make_tiny_model, make_tiny_vision_model
 from rltool.rollout.data import Prompt, PromptSource, load_prompts
@@ -40,6 +38,7 @@ from rltool.rollout.pictures import PictureReader, for_engine
 from rltool.rollout.sample import Sample
 from rltool.training.checks import modalities
 from rltool.training.checks.modalities import (
+    agents_pictures,
     check_each_sample,
     check_samples,
     generation_refusal,
@@ -268,6 +267,10 @@ def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(c
     assert "built-in generation" in str(generation_refusal(configured(), {"image", "video"}))
     for settings in (["trainer.world_size=2", "trainer.context_parallel=2"], ["trainer.shared_prefixes=true"]):
         assert "not implemented with pictures" in str(training_refusal(configured(*settings), {"image"}))
+        assert str(agents_pictures(configured(*settings))).startswith(settings[-1].split("=")[0])
+    assert agents_pictures(configured()) == sees.pictures
+    monkeypatch.setattr(modalities, "PROCESSORS", ("preprocessor_config.json",))
+    assert "has no image processor" in str(agents_pictures(configured()))
 
 
 def test_rollouts_of_a_model_that_the_trainer_does_not_have_read_text_alone(configured, model, tmp_path):
@@ -336,6 +339,10 @@ def test_a_sample_whose_pictures_are_not_of_its_tokens_is_refused_by_name(config
     [sample] = new_samples(4, prompt, count=1, run_seed=0)
     sample.clear()
     check_samples(configured(), [sample])
+    [later] = new_samples(4, Prompt(0, (1,), "q", multimodal_inputs={"image": sources}), count=1, run_seed=0)
+    later.append_environment_tokens(ids[1:])  # an agent's second picture
+    later.picture_places = places
+    check_samples(configured(), [later])
     twice = {"image": [*sources] * 2}
     for change in ({"picture_places": array("q")}, {"prompt_ids": [1, 7, 3]}, {"multimodal_inputs": twice}):
         [wrong] = new_samples(4, prompt, count=1, run_seed=0)
@@ -358,10 +365,6 @@ def test_the_data_are_shown_with_what_nobody_reads(configured):
     assert "  multimodal inputs 1 x image: kept in the sample, not read by the policy" in [
         *describe_data(configured("data.shuffle=false"), show=2)
     ]
-
-
-def test_the_gateway_says_it_in_the_same_words():
-    assert TEXT_ALONE in str(no_media("image_url", "messages[0].content[0]"))
 
 
 def test_one_sample_that_differs_stops_training_with_its_number():

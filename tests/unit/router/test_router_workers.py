@@ -54,7 +54,7 @@ class ScriptedRouter:
 def run(monkeypatch):
     """run(function, router, *arguments): against a scripted router in place of the network."""
 
-    def call(function, router, *arguments, timeout=5.0):
+    def call(function, router, *arguments, timeout=60.0):
         monkeypatch.setattr("rltool.router.workers.send", router.send)
         return function(ROUTER, *arguments, timeout=timeout)
 

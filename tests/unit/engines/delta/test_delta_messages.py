@@ -119,7 +119,7 @@ class Trainer:
             flat = flat_bytes(self.tensors, bucket)
             self.encoder.add(bucket, flat)
             for engine in engines:
-                engine.sender.send(bucket, flat).wait(1.0)
+                engine.sender.send(bucket, flat).wait(60.0)
             flat.zero_()  # the buffer is used again
         if only_buckets is None:
             self.encoder.finish()

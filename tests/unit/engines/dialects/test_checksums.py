@@ -76,6 +76,19 @@ def test_parameters_that_vllm_names_otherwise_in_gpt_oss_are_compared():
     assert (found.equal, list(found.differing), found.unknown) == (1, ["model.layers.0.attn.sinks"], ())
 
 
+def test_parameters_beside_a_vision_tower_are_compared_under_vllms_names():
+    block = "model.language_model.layers.0."
+    implied = {f"{block}mlp.experts.w2_weight": ("1",), f"{block}input_layernorm.weight": ("2",)}
+    implied |= {"model.language_model.norm.weight": ("3",), "lm_head.weight": ("4",)}
+    theirs = "language_model.model.layers.0."
+    engine = {f"{theirs}mlp.experts.routed_experts.w2_weight": "1", f"{theirs}input_layernorm.weight": "x"}
+    engine |= {"language_model.model.norm.weight": "3", "language_model.lm_head.weight": "4", "visual.norm": "5"}
+    engine = {f"tp0:{name}": digest for name, digest in engine.items()}
+    found = compare(engine, with_ranks(engine, implied))
+    assert (found.equal, list(found.differing)) == (3, [f"{theirs}input_layernorm.weight"])
+    assert found.unknown == ("visual.norm",)
+
+
 def test_experts_are_compared_where_one_layer_agrees_for_engines_arrange_them_for_their_kernels():
     names = [f"layers.{layer}.mlp.experts.w13_weight" for layer in range(3)]
     implied = {name: (f"{name}0", f"{name}1") for name in names}

@@ -409,6 +409,9 @@ def test_argv_on_a_cpu(tmp_path):
         "float32",
     )
     assert "--trust-remote-code" in argv
+    assert option(argv, "--mem-fraction-static") == "0.5"
+    given = SPEAKS.argv(launch(tmp_path, device="cpu", gpus=(), extra_args=("--mem-fraction-static=0.2",)))
+    assert given.index("--mem-fraction-static=0.2") > given.index("--mem-fraction-static")  # the last one counts
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 

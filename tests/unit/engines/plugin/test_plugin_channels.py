@@ -29,7 +29,7 @@ from tests.contract.fakes import nccl as fake_nccl
 
 CPU = torch.device("cpu")
 BUCKETS = [(TensorMeta(name, "uint8", (size,)),) for name, size in (("a", 3), ("b", 5), ("empty", 0), ("c", 4))]
-SECONDS = 5.0
+SECONDS = 60.0
 
 
 @pytest.fixture

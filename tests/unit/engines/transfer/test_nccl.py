@@ -12,6 +12,8 @@ import torch
 from rltool.engines.transfer import nccl
 
 CPU = torch.device("cpu")
+SECONDS = 60.0
+"""For what comes at once, on a busy host."""
 
 
 def test_structures_are_laid_out_as_nccl_h_has_them():
@@ -90,10 +92,10 @@ def flat() -> torch.Tensor:
 
 def test_joining_ends_with_the_all_reduce_that_vllm_does():
     library = Library()
-    communicator(library).join(1.0)
+    communicator(library).join(SECONDS)
     assert library.calls == ["init", "all_reduce"]
     torch_has_none = Library()
-    communicator(torch_has_none).join(1.0, warm_up=False)
+    communicator(torch_has_none).join(SECONDS, warm_up=False)
     assert torch_has_none.calls == ["init"]
 
 
@@ -111,7 +113,7 @@ def test_a_broadcast_goes_behind_what_its_caller_has_enqueued():
     sending = communicator(Library(), queue)
     work = sending.broadcast(flat())
     assert queue.order == ["follow", "mark"]
-    work.wait(1.0)
+    work.wait(SECONDS)
 
 
 def test_a_broadcast_that_nobody_receives_is_aborted_at_its_deadline():
@@ -130,7 +132,7 @@ def test_an_error_of_the_communicator_ends_a_wait_at_once():
     sending = communicator(library, queue)
     queue.done = lambda: False
     with pytest.raises(nccl.NcclError, match="error 6"):
-        sending.broadcast(flat()).wait(60.0)
+        sending.broadcast(flat()).wait(SECONDS)
     assert library.aborted == [77]
 
 
@@ -140,7 +142,7 @@ def test_kernels_that_end_because_of_an_abort_are_no_completion():
     work = sending.broadcast(flat())
     sending.abort("planned")
     with pytest.raises(nccl.NcclError, match="planned"):
-        work.wait(1.0)
+        work.wait(SECONDS)
 
 
 def test_an_abort_is_made_once_whoever_asks():
@@ -163,7 +165,7 @@ def test_what_a_check_raises_ends_the_wait_and_leaves_the_communicator():
         raise ValueError("given up")
 
     with pytest.raises(ValueError, match="given up"):
-        sending.broadcast(flat()).wait(1.0, check=check)
+        sending.broadcast(flat()).wait(SECONDS, check=check)
     assert sending.alive and library.aborted == []
 
 
@@ -175,7 +177,7 @@ def test_the_watchdog_frees_a_thread_that_cannot_look_at_the_clock(monkeypatch):
     ended = threading.Event()
     library.abort = lambda comm: ended.set()  # a kernel that ends when its communicator is aborted
     sending.broadcast(flat())
-    assert ended.wait(5.0)
+    assert ended.wait(SECONDS)
     assert sending.reason == "a broadcast of 16 bytes took longer than 0.01 s"
 
 
@@ -187,9 +189,9 @@ def test_the_watchdog_leaves_a_broadcast_alone_that_is_done_and_not_waited_for_y
     queue.done = lambda: bool(looked.set()) or True
     sending = communicator(library, queue, seconds=0.01)
     work = sending.broadcast(flat())
-    assert looked.wait(5.0)
-    work._watchdog.join(5.0)
-    work.wait(1.0)
+    assert looked.wait(SECONDS)
+    work._watchdog.join(SECONDS)
+    work.wait(SECONDS)
     assert sending.alive and library.aborted == []
 
 
@@ -205,11 +207,11 @@ def test_a_broadcast_behind_another_has_the_time_of_both(monkeypatch):
     monkeypatch.setattr(nccl, "WATCHDOG_GRACE_SECONDS", 1.0)
     sending = communicator(Library(), seconds=5.0)
     first, second = sending.broadcast(flat()), sending.broadcast(flat())
-    first.wait(1.0)
+    first.wait(SECONDS)
     third = sending.broadcast(flat())
     for work in (second, third, third):
-        work.wait(1.0)
-    sending.broadcast(flat()).wait(1.0)
+        work.wait(SECONDS)
+    sending.broadcast(flat()).wait(SECONDS)
     assert timers == [6.0, 11.0, 11.0, 6.0]
 
 

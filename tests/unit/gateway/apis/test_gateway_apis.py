@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rltool.chat.conversation import Message, Reply, ToolCall
+from rltool.chat.conversation import Message, Reply, SentPicture, ToolCall
 from rltool.engines.types import SamplingParams
 from rltool.gateway.apis.anthropic import AnthropicApi
 from rltool.gateway.apis.base import Answer
@@ -15,7 +15,8 @@ from rltool.gateway.errors import BadRequest, NotFound, TooMany
 from rltool.gateway.sampling import PARAMETERS, not_followed
 
 CALL = ToolCall("call_1", "add", {"a": 1})
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+URL = "data:image/png;base64,AAAA"
+IMAGE = {"type": "image_url", "image_url": {"url": URL}}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 
 
@@ -98,22 +99,57 @@ def test_text_after_a_tool_result_is_a_message_of_the_user():
     assert [(m.role, m.text) for m in asked.prompt.messages] == [("tool", ""), ("user", "go on")]
 
 
+def test_images_are_the_same_messages_in_all_three_apis():
+    said = [{"type": "text", "text": "see"}, IMAGE, IMAGE, {"type": "text", "text": "and"}]
+    seen = tuple(SentPicture(3, URL) for _ in range(2))
+    shown = {"role": "tool", "tool_call_id": "a", "content": [IMAGE]}
+    asked = chat(messages=[{"role": "user", "content": said}, shown])
+    messages = (
+        Message("user", "seeand", pictures=seen),
+        Message("tool", "", tool_call_id="a", pictures=(SentPicture(0, URL),)),
+    )
+    assert asked.prompt.messages == messages
+    own = {"type": "input_image", "image_url": URL, "detail": "auto"}
+    said = [{"type": "input_text", "text": "see"}, own, own, {"type": "input_text", "text": "and"}]
+    output = {"type": "function_call_output", "call_id": "a", "output": [own]}
+    assert responses(input=[{"role": "user", "content": said}, output]).prompt.messages == messages
+    own = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    said = [{"type": "text", "text": "see"}, own, own, {"type": "text", "text": "and"}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [own]}
+    [user, tool] = anthropic(messages=[{"role": "user", "content": [*said, result]}]).prompt.messages
+    assert [(m.text, [(p.at, p.source.partition(",")[2]) for p in m.pictures]) for m in (user, tool)] == [
+        ("seeand", [(3, "AAAA")] * 2), ("", [(0, "AAAA")])
+    ]
+
+
+def image(url, **more):
+    return {"type": "image_url", "image_url": {"url": url, **more}}
+
+
 @pytest.mark.parametrize(
-    ("ask", "field"),
+    ("ask", "said", "field"),
     [
-        (lambda: chat(messages=[{"role": "user", "content": [IMAGE]}]), "messages[0].content[0]"),
-        (
-            lambda: anthropic(messages=[{"role": "user", "content": [{"type": "image", "source": {}}]}]),
-            "messages[0].content[0]",
-        ),
-        (
-            lambda: responses(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
-            "input[0].content[0]",
-        ),
+        (lambda: chat(messages=[{"role": "user", "content": [image("https://example.invalid/a.png")]}]),
+         "https: URLs are not fetched", "messages[0].content[0].image_url.url"),
+        (lambda: chat(messages=[{"role": "user", "content": [image("file:///etc/passwd")]}]),
+         "file: URLs are not fetched", "messages[0].content[0].image_url.url"),
+        (lambda: chat(messages=[{"role": "user", "content": [image("/etc/passwd")]}]),
+         "this is none", "messages[0].content[0].image_url.url"),
+        (lambda: chat(messages=[{"role": "user", "content": [image(URL, detail="low")]}]),
+         "detail 'low' is not served", "messages[0].content[0].image_url.url"),
+        (lambda: chat(messages=[{"role": "system", "content": [IMAGE]}]), "'image_url'", "messages[0].content[0]"),
+        (lambda: chat(messages=[{"role": "user", "content": [{"type": "input_audio"}]}]),
+         "no video, audio or files", "messages[0].content[0]"),
+        (lambda: anthropic(messages=[{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]),
+         "nothing is fetched", "messages[0].content[0].source"),
+        (lambda: responses(input=[{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]),
+         "this is none", "input[0].content[0].image_url"),
+        (lambda: responses(input=[{"role": "assistant", "content": [{"type": "input_image", "image_url": URL}]}]),
+         "'input_image'", "input[0].content[0]"),
     ],
-)
-def test_images_are_refused_by_name(ask, field):
-    with pytest.raises(BadRequest, match="text alone") as refused:
+)  # fmt: skip
+def test_what_is_no_picture_of_an_agent_s_own_is_refused_by_name(ask, said, field):
+    with pytest.raises(BadRequest, match=said) as refused:
         ask()
     assert refused.value.field == field
     assert refused.value.code == "unsupported_content"

@@ -12,6 +12,7 @@ import pytest
 from rltool.config.sections import RayConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
+from rltool.processes.ports import reserved_ports
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.training import prepare
 from rltool.training.cluster import ray_cluster as cluster
@@ -133,8 +134,8 @@ def test_a_cluster_that_cannot_be_reached_is_named(monkeypatch, address):
 
 
 def a_free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
+    with reserved_ports(1) as held:
+        return held.ports[0]
 
 
 def test_an_address_that_takes_no_connection_is_refused_without_ray_which_would_ask_for_minutes(monkeypatch, capsys):

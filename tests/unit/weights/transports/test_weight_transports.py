@@ -132,12 +132,12 @@ def test_the_disk_sender_leaves_a_directory_that_engines_find_where_they_are_tol
     tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.arange(5, dtype=torch.bfloat16)}
     buckets = [BUCKET[:1], BUCKET[1:]]
     meeting = disk.host()
-    disk.join(1)
+    disk.join(60)
     disk.begin(VERSION, buckets)
-    disk.send(buckets[0], flat_bytes(tensors, buckets[0])).wait(1)  # and there the sync fails: it is repeated
+    disk.send(buckets[0], flat_bytes(tensors, buckets[0])).wait(60)  # and there the sync fails: it is repeated
     disk.begin(VERSION, buckets)
     for bucket in buckets:
-        disk.send(bucket, flat_bytes(tensors, bucket)).wait(1)
+        disk.send(bucket, flat_bytes(tensors, bucket)).wait(60)
     assert not (disk.options.directory / "run-0-3").exists(), "a reader never sees half a version"
     disk.finish()
     requests = control("vllm", "disk").announce(buckets, meeting, version=VERSION)

@@ -108,6 +108,20 @@ def test_experts_in_one_tensor_are_turned_as_engines_have_them():
     assert found[f"{MLP}experts.w2_bias{BY_EXPERT}"] == tuple(map(digest, state[f"{MLP}experts.down_proj_bias"]))
 
 
+def test_gate_and_up_of_experts_in_one_tensor_are_cut_apart_where_they_lie_so():
+    """Qwen3-VL."""
+    block = "model.language_model.layers.1.mlp.experts."
+    for ranks in (1, 2, 4):
+        state, found = implied(ranks, "Qwen3VLMoeForConditionalGeneration", head_dim=4, **EXPERTS)
+        both, down = (state[f"{block}{name}_proj"].transpose(1, 2) for name in ("gate_up", "down"))
+        gate, up = (half.chunk(ranks, dim=1) for half in both.chunk(2, dim=1))
+        rows = tuple(digest(*(half[rank][e] for e in range(4) for half in (gate, up))) for rank in range(ranks))
+        assert found[f"{block}w13_weight"] == rows
+        assert found[f"{block}w2_weight"] == tuple(digest(part) for part in down.chunk(ranks, dim=2))
+    assert found[f"{block}w13_weight{BY_EXPERT}"] == tuple(map(digest, both))
+    assert f"{block}w13_weight" not in implied(3, "Qwen3VLMoeForConditionalGeneration", head_dim=4, **EXPERTS)[1]
+
+
 def test_a_norm_over_all_heads_is_whole_on_each_rank_of_an_engine():
     state, found = implied(2, "Olmo2ForCausalLM")
     for name in (f"{ATTENTION}q_norm.weight", f"{ATTENTION}k_norm.weight"):
