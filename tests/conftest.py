@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.long_report import WORKER_INPUT, FailuresAtOnce, LeftOut, LongReport
+from tests.long_report import WORKER_INPUT, FailuresAtOnce, LeftOut, LongReport, RunAgain
 from tests.tiny_models import write_tiny_qwen2
 
 pytest_plugins = ["pytester"]
@@ -23,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-report", type=Path, help="tests/long_report.py: the JSON file that it leaves")
     parser.addoption("--long-resume", action="store_true", help="without what has passed there, at the same commit")
+    parser.addoption("--run-again", action="store_true", help="once more what fails, with all fixtures anew")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
     ):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, usual)
+    if config.getoption("--run-again"):
+        config.pluginmanager.register(RunAgain())
     if hasattr(config, "workerinput"):
         config.pluginmanager.register(LeftOut(config.workerinput.get(WORKER_INPUT, [])))
         return

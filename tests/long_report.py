@@ -1,7 +1,7 @@
 """What `make test-long` leaves: one JSON file, and the same as a table in Markdown beside it.
 
-tests/conftest.py registers it under `--long-report FILE`, and FailuresAtOnce always. With `--long-resume` a run goes on
-where an earlier one of the same commit was cut off, or was given other files. The file:
+tests/conftest.py registers it under `--long-report FILE`, FailuresAtOnce always, and RunAgain under `--run-again`. With
+`--long-resume` a run goes on where an earlier one of the same commit was cut off, or was given other files. The file:
 
 commit, changed  the commit that was tested, and whether the working tree differed from it
 host, python, cores
@@ -26,7 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_timeout
+from _pytest.runner import runtestprotocol
 
+AGAIN = "rerun"
+"""Outcome of a phase that failed in a test that is then run once more."""
 DONE = ("passed", "xfailed")
 WORKER_INPUT = "long_report_done"
 """Where a process of xdist's finds what it leaves out."""
@@ -82,7 +86,7 @@ class LongReport:
         found = self.tests.setdefault(report.nodeid, {"id": report.nodeid, "outcome": "passed", "seconds": 0.0})
         found["seconds"] = round(float(found["seconds"]) + report.duration, 2)
         outcome = outcome_of(report)
-        if outcome == "rerun":
+        if outcome == AGAIN:
             return
         if outcome != "passed" and found["outcome"] != "failed":
             found["outcome"] = outcome
@@ -137,8 +141,8 @@ def leave_out(names: list[str], config: pytest.Config, items: list[pytest.Item])
 
 
 class FailuresAtOnce:
-    """Names a test as soon as it has failed; pytest itself does at its end. `-v` names all. One that is run again
-    (`--reruns`) is quoted too: pytest drops why it failed."""
+    """Names a test as soon as it has failed; pytest itself does at its end. `-v` names all. Why a test was run again is
+    quoted at the end, before the summary: pytest drops it."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -146,7 +150,7 @@ class FailuresAtOnce:
     @pytest.hookimpl(trylast=True)  # behind its letter
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         reporter = self.config.pluginmanager.get_plugin("terminalreporter")
-        again = report.outcome == "rerun"
+        again = report.outcome == AGAIN
         if (report.failed or again) and reporter is not None and reporter.verbosity <= 0:
             reporter.ensure_newline()
             writer = self.config.get_terminal_writer()
@@ -154,9 +158,60 @@ class FailuresAtOnce:
                 writer.line()
             what = "run again" if again else "failed" if report.when == "call" else "error"
             reporter.write_line(f"{what}: {report.nodeid}")
-            if again:
-                reporter.write_line(report.longreprtext)
             reporter.flush()
+
+    def pytest_report_teststatus(self, report: pytest.TestReport) -> tuple[str, str, str] | None:
+        return (AGAIN, "R", "RERUN") if report.outcome == AGAIN else None
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        for report in terminalreporter.stats.get(AGAIN, []):
+            terminalreporter.write_sep("=", f"first failure of {report.nodeid}, in its {report.when}", yellow=True)
+            terminalreporter.write_line(report.longreprtext)
+            for title, text in report.sections:
+                terminalreporter.write_sep("-", title)
+                terminalreporter.write_line(text.rstrip())
+
+
+class RunAgain:
+    """Runs a test that failed once more, in the same process, with fixtures of every scope made anew: an engine or a
+    run's directory that the first try has used would fail the second. Of the first try the phase that failed alone is
+    reported, with the outcome "rerun"."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        failed = [report for report in reports if report.failed]
+        if failed:
+            for report in failed:
+                report.outcome = AGAIN  # type: ignore[assignment]
+                hook.pytest_runtest_logreport(report=report)
+            _start_clock(item)
+            try:
+                item.session._setupstate.teardown_exact(None)  # what the module, the package and the session share
+            except (Exception, pytest.fail.Exception) as error:
+                reports = [_in_teardown(item, error)]
+            else:
+                reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        for report in reports:
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+
+def _start_clock(item: pytest.Item) -> None:
+    """pytest-timeout has one for both tries, which the first has used."""
+    item.ihook.pytest_timeout_cancel_timer(item=item)
+    settings = pytest_timeout._get_item_settings(item)
+    if settings.timeout and settings.timeout > 0:
+        item.ihook.pytest_timeout_set_timer(item=item, settings=settings)
+
+
+def _in_teardown(item: pytest.Item, error: BaseException) -> pytest.TestReport:
+    """What fixtures of a wider scope raised when they ended."""
+    call = pytest.CallInfo(None, pytest.ExceptionInfo.from_exception(error), 0, 0, 0, "teardown", _ispytest=True)
+    return pytest.TestReport.from_item_and_call(item, call)
 
 
 def outcome_of(report: pytest.TestReport) -> str:

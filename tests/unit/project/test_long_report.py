@@ -166,26 +166,93 @@ def test_a_failure_is_named_at_once(pytester):
         assert result.stdout.lines[-1].strip("= ").startswith("1 failed, 1 passed, 1 skipped, 1 xfailed, 1 error in ")
 
 
-def test_a_test_that_is_run_again_is_quoted_and_counts_as_what_it_was_in_the_end(pytester):
+AGAIN = """
+from pathlib import Path
+import pytest
+
+def made(what):
+    with open("made", "a") as file:
+        file.write(what)
+    return Path("made").read_text().count(what)
+
+@pytest.fixture(scope="session")
+def engine():
+    yield made("s")
+    made("S")
+
+@pytest.fixture(scope="module")
+def job(engine):
+    yield made("m")
+    made("M")
+
+def test_before(job): pass
+
+def test_flaky(job):
+    assert job == 2, "the first time"
+
+def test_behind(job):
+    assert job == 2
+
+def test_always(job):
+    assert not job, "every time"
+"""
+
+
+def test_a_test_that_fails_is_run_again_with_all_fixtures_anew_and_both_failures_are_in_the_log(pytester):
     pytester.makeconftest(
-        "from pathlib import Path\nfrom tests.long_report import FailuresAtOnce, LongReport\n"
+        "from pathlib import Path\nfrom tests.long_report import FailuresAtOnce, LongReport, RunAgain\n"
         "def pytest_configure(config):\n"
+        "    config.pluginmanager.register(RunAgain())\n"
         "    if not hasattr(config, 'workerinput'):\n"
         "        config.pluginmanager.register(FailuresAtOnce(config))\n"
         "        config.pluginmanager.register(LongReport(Path('report.json'), config.rootpath))\n"
     )
-    pytester.makepyfile(
-        test_some="from pathlib import Path\n"
-        "def test_first():\n"
-        "    seen = Path('seen')\n"
-        "    if not seen.exists():\n"
-        "        seen.touch()\n"
-        "        raise ValueError('the first time')\n"
-    )
+    pytester.makepyfile(test_some=AGAIN)
     for words in ([], ["-n", "1"]):
-        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", "--reruns", "1", *words)
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *words)
         result.stdout.fnmatch_lines(
-            ["run again: test_some.py::test_first", "*ValueError: the first time", "*= 1 passed, 1 rerun in *"]
-        )
-        assert json.loads(Path("report.json").read_text())["totals"] == {"passed": 1}
-        Path("seen").unlink()
+            [
+                "run again: test_some.py::test_flaky", "run again: test_some.py::test_always",
+                "failed: test_some.py::test_always", "*= FAILURES =*", "*AssertionError: every time",
+                "*= first failure of test_some.py::test_flaky, in its call =*", "*AssertionError: the first time",
+                "*= first failure of test_some.py::test_always, in its call =*", "*AssertionError: every time",
+                "*= 1 failed, 3 passed, 2 rerun in *",
+            ]
+        )  # fmt: skip
+        assert json.loads(Path("report.json").read_text())["totals"] == {"passed": 3, "failed": 1}
+        assert Path("made").read_text() == "sm" + "MSsm" + "MSsm" + "MS"
+        Path("made").unlink()
+
+
+def test_fixtures_that_fail_to_end_before_the_second_try_are_an_error(pytester):
+    pytester.makeconftest("from tests.long_report import RunAgain\nimport pytest\n"
+        "@pytest.fixture(scope='session')\ndef engine():\n    yield\n    raise OSError('still there')\n"
+        "def pytest_configure(config):\n    config.pluginmanager.register(RunAgain())\n")  # fmt: skip
+    pytester.makepyfile(test_some="def test_a(engine): assert False\ndef test_b(): pass")
+    result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    result.stdout.fnmatch_lines(["*OSError: still there", "*= 1 passed, *1 error*"])
+
+
+SLOW = """
+import time
+import pytest
+tries = []
+
+@pytest.mark.timeout(1)
+def test_a():
+    tries.append(1)
+    time.sleep(0.6)
+    assert len(tries) == 2
+
+@pytest.mark.timeout(0.2)
+def test_b():
+    time.sleep(3)
+"""
+
+
+def test_a_second_try_has_its_own_time(pytester):
+    """Two of 0.6 s in a limit of one; and a test that is too slow is that in both."""
+    pytester.makeconftest("from tests.long_report import RunAgain\n"
+        "def pytest_configure(config):\n    config.pluginmanager.register(RunAgain())\n")  # fmt: skip
+    pytester.makepyfile(test_some=SLOW)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1, failed=1)
