@@ -75,18 +75,43 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
-    kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank.
-    session_timeout: seconds without a request or heartbeat after which a session is idle: its models are evicted where
-    others need their place."""
+    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; queued_bytes: of both;
+    models; checkpoints: kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either,
+    of any rank. session_timeout: seconds without a request or heartbeat after which a session is idle: its models are
+    evicted where others need their place."""
 
     in_flight: int = 256
     samples: int = 4096
+    queued_bytes: int = 2**30
     models: int = 16
     checkpoints: int = 100
     body_bytes: int = 64 * 2**20
     rank: int | None = None
     session_timeout: float = 600.0
+
+
+class Queued:
+    """Bytes of the calls and sampling requests that have not ended, by client; `most` of one. Owned by one event
+    loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.calls: Counter[str] = Counter()
+        self.samples: Counter[str] = Counter()
+
+    def demand(self, client: str, size: int) -> None:
+        """Refused: 413 of what alone is too much, 429 of what will have room when others have ended."""
+        calls, samples, limit = self.calls[client], self.samples[client], f"{self._most} bytes (--max-queued-bytes)"
+        if size > self._most:
+            raise Refused(413, f"the request has {size} bytes, and a client may have {limit} in all; send less at once")
+        if calls + samples + size > self._most:
+            raise Refused(
+                429, f"the request has {size} bytes, {calls} bytes of calls and {samples} of samples have not ended, "
+                f"and a client may have {limit} in all; wait for results"
+            )  # fmt: skip
+
+    def by_client(self) -> dict[str, int]:
+        return dict(+(self.calls + self.samples))
 
 
 @dataclass
@@ -147,6 +172,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
+        self.queued = Queued(limits.queued_bytes)
         self._journal = Journal(directory)
         self.history = History(directory)
         self._models: dict[str, _Model] = {}
@@ -558,10 +584,15 @@ class Service:
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
             evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
             self._within_limits(client, kind, model, body, evicted)
-            for name in evicted:
-                owner, by = self._models[name].client, {"evicted_for": client}
-                await self._enter_new(owner, "unload_model", name, f"unload:{name}", _digest("unload_model", {}), by)
-            call = await self._enter_new(client, kind, model, key, digest, body)
+            self.queued.calls[client] += (size := _size(body))  # of a sample that comes meanwhile, too
+            try:
+                for name in evicted:
+                    owner, by = self._models[name].client, {"evicted_for": client}
+                    digest_ = _digest("unload_model", {})
+                    await self._enter_new(owner, "unload_model", name, f"unload:{name}", digest_, by)
+                call = await self._enter_new(client, kind, model, key, digest, body)
+            finally:
+                self.queued.calls[client] -= size
         async with self._changed:
             self._changed.notify_all()
         return call
@@ -590,6 +621,7 @@ class Service:
             )
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
+        self.queued.demand(client, _size(body))
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, parse_path(body["path"], STATES))
@@ -635,7 +667,8 @@ class Service:
         if call.kind == "unload_model":
             model.unloaded, model.evicted = True, "evicted_for" in call.body
         if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
-            self._waiting.setdefault(call.body.get("evicted_for", call.client), deque()).append(call)
+            self._waiting.setdefault(_for(call), deque()).append(call)
+            self.queued.calls[_for(call)] += _size(call.body)
 
     def _enter_save(self, call: Call) -> None:
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
@@ -695,7 +728,8 @@ class Service:
                 await self._do(*self._jobs.popleft())
                 continue
             job_is_next = True
-            call = self._replay.popleft() if self._replay else self._next_call()
+            is_replayed = bool(self._replay)
+            call = self._replay.popleft() if is_replayed else self._next_call()
             work = asyncio.to_thread(self._carry_out, call)
             carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
@@ -703,6 +737,8 @@ class Service:
             except asyncio.CancelledError:
                 await carried_out  # its thread goes on, and writes into the journal that is closed next
                 raise
+            if not is_replayed:
+                self.queued.calls[_for(call)] -= _size(call.body)
             self._follow_compaction()
             async with self._changed:
                 self._changed.notify_all()
@@ -906,6 +942,18 @@ def _ttl(seconds: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
         raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
     return seconds
+
+
+def _size(body: Mapping[str, Any]) -> int:
+    """Of a call, in bytes as they were sent, or nearly."""
+    if (proto := body.get("proto")) is not None:
+        return len(proto) * 3 // 4 - proto[-2:].count("=")
+    return len(json.dumps(body, separators=(",", ":")))
+
+
+def _for(call: Call) -> str:
+    """The client that waits for it."""
+    return call.body.get("evicted_for", call.client)
 
 
 def _seq(model: str, key: str) -> int:

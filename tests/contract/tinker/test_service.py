@@ -893,6 +893,64 @@ def test_limits_are_refused_by_name(tmp_path):
     asyncio.run(case())
 
 
+def test_bytes_of_calls_and_samples_are_bounded_together_and_counted_again_after_a_restart(tmp_path):
+    """Of a call that fails, and a sample that is cancelled, too."""
+    size = len(forward_proto("0" * 16 + ":train:0", 2, tokens=[1, 2, 3], targets=[2, 3, 5]))
+    sample = {"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [1]}]}}
+    sample["sampling_params"] = {"max_tokens": 1, "stop": ["x"]}
+
+    async def case() -> None:
+        service, _ = make(tmp_path, queued_bytes=4 * size)
+        model = await model_of(service, "a")
+        before = service.queued.by_client()["a"]
+        assert 0 < before < size
+        calls = [await forward(service, "a", model, seq) for seq in (1, 2)]
+        assert service.queued.by_client() == {"a": before + 2 * size}
+        samples = Samples(Endless(), vocab_size=10, most=9, queued=service.queued)
+        number = samples.begin("a", sample, lambda: None)
+        text = f"{before + 2 * size} bytes of calls and {service.queued.samples['a']} of samples have not ended, and "
+        text += f"a client may have {4 * size} bytes .--max-queued-bytes. in all"
+        with pytest.raises(Refused, match=text) as error:
+            await forward(service, "a", model, 3)
+        assert error.value.status == 429
+        assert await forward(service, "a", model, 2) == calls[1], "a repetition has its room"
+        with pytest.raises(Refused, match="--max-queued-bytes") as error:
+            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
+        assert error.value.status == 429
+        await model_of(service, "b")  # has bytes of its own
+        samples.cancel("a", number)
+        assert "cancelled" in (await samples.result("a", number, 5) or {})["error"]
+        assert service.queued.by_client()["a"] == before + 2 * size
+        calls.append(await forward(service, "a", model, 3))
+        with pytest.raises(Refused, match="--max-queued-bytes"):
+            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
+        await samples.close()
+        service.close()
+
+        again, _ = make(tmp_path, queued_bytes=4 * size)
+        assert again.queued.by_client()["a"] == before + 3 * size
+        with pytest.raises(Refused, match=f"{before + 3 * size} bytes of calls and 0 of samples"):
+            await forward(again, "a", model, 4)
+        running = asyncio.create_task(again.run())
+        assert "proto" in (await again.result("a", calls[2].number, 5) or {})
+        wrong = await again.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
+        assert "error" in (await again.result("a", wrong.number, 5) or {})
+        assert again.queued.by_client() == {}
+        running.cancel()
+        await asyncio.wait({running})
+        for room, status in ((1.5, 429), (0.5, 413)):
+            again.queued._most = int(room * size)
+            await forward(again, "a", model, 5)
+            with pytest.raises(Refused, match="--max-queued-bytes") as error:
+                await forward(again, "a", model, 6)
+            assert error.value.status == status
+        again.close()
+
+    asyncio.run(case())
+    with pytest.raises(ValueError, match="less than max_body_bytes"):
+        ServeTrainerConfig(max_queued_bytes=2000)
+
+
 def test_a_model_that_the_trainer_refuses_is_neither_listed_nor_counted(tmp_path, monkeypatch):
     def refuse(*_: Any) -> None:
         raise UsageError("no room")
@@ -1473,7 +1531,7 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
     assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
-    assert 'rltool_served_models{run="lab",client="a"} 1' in metrics
+    assert 'rltool_served_models{run="lab",client="a"} 1' in metrics and status["queued_bytes"] == {}
     said = served_line(status)
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
