@@ -34,15 +34,14 @@ async def read_body(response: Any, what: str, limit: int) -> bytes:
 
 async def events_of(response: Any, what: str, limit: int) -> AsyncIterator[Any]:
     """The JSON of each server-sent event of an aiohttp response, up to "[DONE]". EngineUnreachable where it ends before
-    that, or for more than `limit` bytes."""
-    size, rest = 0, bytearray()
+    that, or for an event of more than `limit` bytes."""
+    rest = bytearray()
     async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > limit:
-            raise too_large(what, limit)
         rest += piece
         *events, tail = rest.split(b"\n\n")
         rest = tail
+        if max(map(len, (*events, rest))) > limit:
+            raise too_large(what, limit)
         for event in events:
             if not event.startswith(b"data:"):
                 continue

@@ -40,6 +40,7 @@ from rltool.engines.types import (
     HttpRequest,
     Lease,
     Tally,
+    TokenStream,
     VersionSpan,
     json_list,
     json_object,
@@ -116,14 +117,16 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
         return HttpRequest("POST", self.generate_path, body)
 
     def stream(self, request: GenerateRequest) -> HttpRequest | None:
-        if request.n > 1 or request.pictures or request.routing is not None or request.sampling.return_sampling_mask:
+        if request.n > 1 or request.routing is not None or request.sampling.return_sampling_mask:
             return None
         http = self._generate_chunk(request, 0, 1)
         return replace(http, body=http.body | {"stream": True})
 
-    def parse_event(self, event: Any) -> Completion:
+    def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
         if "error" in event:
             raise EngineError(f"{self.generate_path} failed within a stream: {event['error']}")
+        if request.pictures and not so_far.token_ids:
+            _check_prompt(request, event.get("prompt_token_ids"))
         [choice] = event["choices"]
         choice = choice | {"finish_reason": choice.get("finish_reason") or "abort"}
         # A server with an earlier plugin streams in vLLM's own form.
