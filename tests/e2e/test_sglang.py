@@ -235,7 +235,8 @@ def test_a_gateway_s_stream_over_a_sync_is_recorded_with_both_versions_and_one_t
                 if len(events) == 4:
                     begun.set()
                 if len(events) >= most:
-                    return said.close()
+                    said.close()
+                    break
 
     def parts(gateway: Gateway, session: dict[str, Any]) -> list[tuple[str, Completion, tuple[int, ...]]]:
         """(version, its tokens, all before them) of the session's only turn."""

@@ -172,7 +172,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             raise EngineError(f"{GENERATE_PATH} sent {len(token_ids)} tokens of {size} behind the first {came}")
         if is_whole and token_ids[:came] != so_far.token_ids:
             raise EngineError(f"{GENERATE_PATH} changed tokens of a stream that it had sent")
-        entries = meta.get("output_token_logprobs") or []
+        entries: Sequence[Any] = meta.get("output_token_logprobs") or ()
         if len(entries) != len(token_ids) and new:
             raise MissingLogprobs(f"{GENERATE_PATH} sent {len(token_ids)} tokens, {len(entries)} log-probabilities")
         latest = len(token_ids) - new

@@ -255,7 +255,7 @@ class ServerMiddleware:
 
 
 async def call_app(app: ASGIApp, scope: Scope, receive: Receive, path: str, content: Any) -> tuple[int, bytes]:
-    """POST `content` to the app's own route `path` in this process, as a part of the request `scope`: (status, body)."""
+    """POST `content` to the app's own route `path` in this process, as a part of request `scope`: (status, body)."""
     status, parts = 500, []
 
     async def inner_send(message: Message) -> None:
@@ -270,7 +270,7 @@ async def call_app(app: ASGIApp, scope: Scope, receive: Receive, path: str, cont
 
 
 class _Streamed(Response):
-    """What vLLM's token route streams, in SGLang's form; its refusals as they are. call: the app, but for its `send`."""
+    """What vLLM's token route streams, in SGLang's form; its refusals as they are. call: the app but for `send`."""
 
     def __init__(self, call: Callable[[Send], Awaitable[None]], wanted: dict[str, Any]) -> None:
         super().__init__()

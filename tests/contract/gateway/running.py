@@ -17,8 +17,8 @@ from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, FleetView
 from rltool.gateway.main import gateway, served
 from rltool.gateway.parts import Parts
-from tests.contract.fakes.sglang import FakeSglang
 from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.fakes.sglang import FakeSglang
 
 KEY = "gateway-test-key"
 START_SECONDS = 120.0
