@@ -70,6 +70,15 @@ def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any
     return decode(text)
 
 
+def failure_within(what: str, error: Any, *, begun: bool) -> EngineError:
+    """Of an event {"message", "code"} in the place of a reply that is no 2xx: as that of `read_reply`, but for a stream
+    that has begun, which can be taken up elsewhere."""
+    code = error.get("code") if isinstance(error, dict) else None
+    status, text = code if isinstance(code, int) else 500, f"{what} failed within a stream: {quote(json.dumps(error))}"
+    refused = 400 <= status < 500 and status != 429 and not begun
+    return EngineRejected(text, status) if refused else EngineFailed(text, status)
+
+
 @contextmanager
 def making_sense_of(what: str) -> Iterator[None]:
     """Around code that takes an answer apart: one that has another shape (half of it, a proxy's page) is the engine's

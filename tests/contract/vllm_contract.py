@@ -154,8 +154,8 @@ async def a_stream_is_the_whole_reply_in_pieces(client: EngineClient, engine: En
         )  # fmt: skip
         assert found.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
         assert [token for piece in pieces for token in piece.token_ids] == [*whole.token_ids]
+        too_long = request(prompt_ids=PROMPT * 1000)
         with pytest.raises(EngineRejected) as refused:
-            too_long = request(prompt_ids=PROMPT * 1000)
             await client.stream(route, too_long, TokenStream(pieces.append), timeout=SECONDS)
         assert refused.value.status == 400
 

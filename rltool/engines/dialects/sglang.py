@@ -30,6 +30,7 @@ from rltool.engines.dialects.protocol import (
 from rltool.engines.dialects.routed_experts import from_int32
 from rltool.engines.dialects.sglang_launch import SglangLaunching
 from rltool.engines.dialects.supported import has
+from rltool.engines.replies import failure_within
 from rltool.engines.types import (
     SEED_MODULUS,
     TEXT_ALONE,
@@ -46,7 +47,7 @@ from rltool.engines.types import (
     json_list,
     json_object,
 )
-from rltool.errors import EngineError, EngineFailed, EngineRejected, MissingLogprobs, UsageError
+from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = "/generate"
 
@@ -161,11 +162,12 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
         --incremental-streaming-output the new ones; of an abort that comes while it waits, the last once more.
         completion_tokens counts all of them."""
         if "error" in event:
-            raise _failure(event["error"], begun=bool(so_far.token_ids))
+            raise failure_within(GENERATE_PATH, event["error"], begun=bool(so_far.token_ids))
         meta, token_ids, came = event["meta_info"], event["output_ids"], len(so_far.token_ids)
         end: Mapping[str, Any] = meta.get("finish_reason") or {"type": "abort"}
         if (end.get("status_code") or 0) >= 400:
-            raise _failure({"message": end.get("message"), "code": end["status_code"]}, begun=came > 0)
+            refused = {"message": end.get("message"), "code": end["status_code"]}
+            raise failure_within(GENERATE_PATH, refused, begun=came > 0)
         size = max(meta["completion_tokens"], len(token_ids))
         new, is_whole = size - came, len(token_ids) == size
         if new < 0 or (new and not is_whole and len(token_ids) != new):
@@ -399,14 +401,6 @@ def _spans_so_far(meta: Mapping[str, Any], size: int, so_far: TokenStream) -> tu
     version, came = meta.get("weight_version"), len(so_far.token_ids)
     is_first_still = not came or so_far.versions == (VersionSpan(str(version), 0, came),)
     return (VersionSpan(version, 0, size),) if version is not None and size and is_first_still else ()
-
-
-def _failure(error: Any, *, begun: bool) -> EngineError:
-    """Of an event in the place of a reply that is no 2xx."""
-    status, text = json_object(error).get("code"), f"{GENERATE_PATH} failed within a stream: {json.dumps(error)[:300]}"
-    if isinstance(status, int) and 400 <= status < 500 and status != 429 and not begun:
-        return EngineRejected(text, status)
-    return EngineFailed(text, status if isinstance(status, int) else 500)
 
 
 def _memory_of(tags: Sequence[MemoryTag]) -> list[str]:

@@ -29,6 +29,7 @@ from rltool.engines.dialects.routed_experts import from_npy
 from rltool.engines.dialects.sampling_mask import find_mask, logprobs_of
 from rltool.engines.dialects.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
 from rltool.engines.plugin import routes, sglang_api
+from rltool.engines.replies import failure_within
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -124,7 +125,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
 
     def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
         if "error" in event:
-            raise EngineError(f"{self.generate_path} failed within a stream: {event['error']}")
+            raise failure_within(self.generate_path, event["error"], begun=bool(so_far.token_ids))
         if request.pictures and not so_far.token_ids:
             _check_prompt(request, event.get("prompt_token_ids"))
         [choice] = event["choices"]

@@ -79,7 +79,7 @@ class ArrayServing(ServingTokens):
                         event["prompt_token_ids"], with_prompt = list(result.prompt_token_ids), False
                     yield f"data: {json.dumps(event)}\n\n"
         except Exception as error:  # the status has been sent
-            yield f"data: {json.dumps({'error': f'{type(error).__name__}: {error}'})}\n\n"
+            yield f"data: {self.create_streaming_error_response(error)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def serve_tokens_full_generator(

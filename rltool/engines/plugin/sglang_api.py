@@ -136,8 +136,6 @@ class Events:
             elif choice["finish_reason"] == "length":
                 meta["finish_reason"]["length"] = self._tokens
             found = sample
-        elif not isinstance(found["error"], Mapping):
-            found = {"error": {"message": found["error"], "type": "InternalServerError", "code": 500}}
         return b"data: " + json.dumps(found).encode() + b"\n\n"
 
 

@@ -165,6 +165,6 @@ def test_events_of_vllm_are_read_as_those_of_an_sglang(piece):
     assert json.loads(found[1].removeprefix(b"data: "))["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
 
 
-def test_a_failure_within_vllms_stream_has_sglangs_form():
-    said = Events(to_vllm(body(stream=True))).feed(b'data: {"error": "RuntimeError: broken"}\n\n')
-    assert json.loads(said.removeprefix(b"data: "))["error"]["message"] == "RuntimeError: broken"
+def test_a_failure_within_vllms_stream_is_handed_on():
+    failure = b'data: {"error": {"message": "RuntimeError: broken", "code": 500}}\n\n'
+    assert Events(to_vllm(body(stream=True))).feed(failure) == failure
