@@ -76,6 +76,8 @@ def served_line(status: ServedStatus) -> str:
     if running := status.get("running"):
         parts.append(f"{running} is running")
     parts.append(f"{sum(waiting.values())} wait" + (f" ({_by_client(waiting)})" if waiting else ""))
+    if queued := status.get("queued_bytes"):
+        parts.append(f"{sum(queued.values()):,} bytes have not ended ({_by_client(queued)})")
     parts.append(f"{sum(models.values())} models" + (f" ({_by_client(models)})" if models else ""))
     if refused := status.get("refused"):
         parts.append(f"{sum(refused.values())} refused ({_by_client(refused)})")

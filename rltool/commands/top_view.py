@@ -71,6 +71,7 @@ def served_frame(run: str, status: ServedStatus) -> RenderableType:
         "models": status.get("models", {}),
         "calls that wait": status.get("waiting", {}),
         "samples in flight": status.get("samples_in_flight", {}),
+        "bytes of both": status.get("queued_bytes", {}),
     }
     clients = Table(title="clients", title_justify="left")
     clients.add_column("client")

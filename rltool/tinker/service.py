@@ -254,6 +254,9 @@ class Service:
         self.demand_session(client, session)
         if session not in self._finished:
             await self._accept(client, "finish_session", session, f"finish:{session}", {"reason": reason})
+        await self._unload_of(client, session)
+
+    async def _unload_of(self, client: str, session: str) -> None:
         for model, held in list(self._models.items()):
             if model.startswith(f"{session}:") and not held.refused and not held.unloaded:
                 await self.unload_model(client, {"model_id": model})
@@ -817,6 +820,9 @@ class Service:
     async def run(self) -> None:
         """Carries out calls until it is cancelled. Raises what the trainer raised, but a UsageError: its ranks are of
         no more use, and another process begins where the journal ends."""
+        for session in [*self._finished]:  # a kill came before its models were unloaded
+            with suppress(Refused):
+                await self._unload_of(self._sessions[session], session)
         async with beside(self._watch_for_stalls()):
             await self._run()
 
@@ -856,6 +862,9 @@ class Service:
                 raise
             if self._unwritten is not None:
                 continue
+            held = self._journal.calls.get(call.number)
+            if held is not None and "proto" in held.body:  # the file has it for as long as a restart may need it
+                self._journal.calls[call.number] = self._by_key[call.client, call.key] = replace(held, body={})
             while self._failed_saves:
                 self._forget_save(self._failed_saves.pop())
             if not is_replayed:

@@ -1710,11 +1710,12 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
     assert 'rltool_served_models{run="lab",client="a"} 1' in metrics and status["queued_bytes"] == {}
     said = served_line(status)
+    assert "9 bytes have not ended (a 9)" in served_line(status | {"queued_bytes": {"a": 9}})
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1:] for row in rows}
     assert shown["optim_step"][:2] == ["1", "1"] and shown["forward_backward"][3] == "3"
-    assert shown["a"] == ["1", "0", "0"] and ["served trainer lab: waits for calls"] in rows
+    assert shown["a"] == ["1", "0", "0", "0"] and ["served trainer lab: waits for calls"] in rows
 
 
 def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
@@ -1858,6 +1859,34 @@ def test_unloaded_models_and_ended_sessions_leave_all_tables_and_their_names_sta
         service, trainer = make(tmp_path, snapshot_every=2)
         assert len(trainer.models) == 1
     service.close()
+
+
+def test_data_of_calls_that_are_done_are_in_no_memory_and_a_finished_session_unloads_its_models_after_a_kill(tmp_path):
+    async def first(service: Service) -> str:
+        model = await made(service, "a")
+        calls = [await forward(service, "a", model, seq) for seq in (1, 2)]
+        for call in calls:
+            assert "proto" in (await service.result("a", call.number, 5) or {})
+        while any("proto" in call.body for call in service._journal.calls.values()):
+            await asyncio.sleep(0.001)
+        assert await forward(service, "a", model, 2) == replace(calls[1], body={})
+        await service._accept("a", "finish_session", session := model.partition(":")[0], f"finish:{session}", {})
+        return model
+
+    async def then(service: Service, trainer: PlainTrainer) -> None:
+        while trainer.models or service.sessions_of("a"):
+            await asyncio.sleep(0.001)
+
+    service, before = make(tmp_path, snapshot_every=100)
+    model = asyncio.run(running_on(service, first(service)))
+    gradient = before.models[model]["gradient"]
+    assert sum("proto" in call.body for call in Journal(tmp_path).calls.values()) == 2
+    service, after = make(tmp_path, snapshot_every=100)
+    service._finished.clear()  # so that the model is there to be looked at
+    asyncio.run(running_on(service, asyncio.sleep(0)))
+    assert torch.equal(after.models[model]["gradient"], gradient)
+    service, after = make(tmp_path, snapshot_every=100)
+    asyncio.run(asyncio.wait_for(running_on(service, then(service, after)), 20))
 
 
 @pytest.mark.parametrize(
