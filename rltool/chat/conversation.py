@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -85,11 +86,11 @@ class Conversation:
     def pictures(self) -> list[SentPicture]:
         return [picture for message in self.messages for picture in message.pictures]
 
-    @property
+    @cached_property
     def characters(self) -> int:
         return sum(len(message.text) + len(message.reasoning) for message in self.messages)
 
-    @property
+    @cached_property
     def tools_key(self) -> str:
         """Equal where the tools are equal, which the chat template writes before everything else; "" without any."""
         return hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest() if self.tools else ""

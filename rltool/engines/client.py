@@ -37,6 +37,7 @@ from rltool.engines.types import (
     TokenStream,
 )
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
+from rltool.fast_json import dumps
 from rltool.processes.tasks import all_of
 
 PROBE_SECONDS = 30.0
@@ -90,8 +91,9 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         no_timeout = aiohttp.ClientTimeout(total=None)  # the deadline spans all attempts, so it is kept here
         self._reusing = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout
-        )
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout,
+            json_serialize=_json,
+        )  # fmt: skip
         # A control call is sent once: it must not die with a kept-alive connection that the server is just closing.
         self._fresh = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=no_timeout
@@ -460,6 +462,10 @@ class EngineClient:
         )
         with making_sense_of(f"the classification of {endpoint.url}"):
             return engine_dialect.parse_classify(reply)
+
+
+def _json(body: Any) -> str:
+    return dumps(body).decode()
 
 
 def _score_bytes(token_ids: Sequence[int], topk: int) -> int:
