@@ -39,7 +39,7 @@ class Seeing(ScriptedVllm):
         status, reply = await super()._sample(body)
         if parts := body.get("content_parts"):
             sizes = [self.reader.size(file_of(part["url"])) for part in parts]
-            reply |= {"prompt_token_ids": spread(body["token_ids"], self.reader.token, sizes)[0]}
+            reply |= {"prompt_token_ids": spread(body["token_ids"], self.reader.pictures.token, sizes)[0]}
         return status, reply
 
     def parts(self):
