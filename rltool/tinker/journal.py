@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from rltool.report.served import read_history
 TALLY_SECONDS = 10.0
 HISTORY_BYTES = 8 * 2**20
 """Of a history, before it is folded: some 40,000 calls."""
-_NEXT, _FLOORS = "next", "floors"
+_NEXT, _FLOORS, _GONE = "next", "floors", "gone"
 """Of the first line of a journal that was compacted."""
 
 
@@ -113,7 +113,8 @@ class Lines:
 
 class Journal:
     """calls, results: by number, calls in their order; `compact` takes some out. next: the number of the next call.
-    floors: by model, the highest seq_id of a call that was taken out."""
+    floors: by model, the highest seq_id of a call that was taken out. gone: of sessions, by the numbers of their models
+    that were taken out whole, whether one was evicted."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,6 +124,7 @@ class Journal:
         lines = self._calls.read()
         head = lines.pop(0) if lines and _NEXT in lines[0] else {}
         self.floors: dict[str, int] = head.get(_FLOORS, {})
+        self.gone: dict[str, dict[str, bool]] = head.get(_GONE, {})
         self.calls = {each["number"]: Call(**each) for each in lines}
         self.next: int = max([head.get(_NEXT, 0), *(number + 1 for number in self.calls)])
         results = {each["number"]: each["result"] for each in self._results.read()}
@@ -138,13 +140,17 @@ class Journal:
         self._results.append({"number": call.number, "result": result})
         self.results[call.number] = result
 
-    def compact(self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int]) -> None:
+    def compact(
+        self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int],
+        gone: Mapping[str, Mapping[str, bool]], left: Container[str],
+    ) -> None:  # fmt: skip
         """changed: calls in place of those of their numbers, None takes one out, with its result; results: of which
-        calls these go. A kill at any moment leaves a journal that is the same for a restart, which needs neither."""
+        calls these go; left: models whose floors go. A kill at any moment leaves a journal that is the same for a
+        restart, which needs neither."""
         with self._lock:
-            self.floors |= floors
+            self.floors = {model: seq for model, seq in (self.floors | dict(floors)).items() if model not in left}
             calls = {n: changed.get(n, call) for n, call in self.calls.items()}
-            head = {_NEXT: self.next, _FLOORS: self.floors}
+            head = {_NEXT: self.next, _FLOORS: self.floors, _GONE: gone}
             self._calls.replace([head, *(asdict(call) for call in calls.values() if call is not None)])
             gone = {n for n, call in calls.items() if call is None} | set(results)
             kept = ({"number": n, "result": each} for n, each in self.results.items() if n not in gone)

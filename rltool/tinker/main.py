@@ -102,9 +102,9 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     deadlines = config.deadlines
     limits = Limits(
-        in_flight=serving.max_in_flight, samples=serving.max_samples, models=serving.max_models,
-        checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
-        session_timeout=serving.session_timeout,
+        in_flight=serving.max_in_flight, samples=serving.max_samples, queued_bytes=serving.max_queued_bytes,
+        models=serving.max_models, checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes,
+        rank=serving.lora_rank, session_timeout=serving.session_timeout,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(EngineClient(run=run.run_id))
@@ -134,7 +134,7 @@ async def _serve(
         if samplers is not None:
             samples = Samples(
                 await stack.enter_async_context(samplers), vocab_size=vocab_size, most=limits.samples,
-                ended=service.history.sampled,
+                queued=service.queued, ended=service.history.sampled,
             )  # fmt: skip
             stack.push_async_callback(samples.close)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")

@@ -18,7 +18,16 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.transfer.wire import host_store
-from rltool.engines.types import EngineLoad, GenerateRequest, HttpRequest, Picture, SamplingParams, TensorMeta
+from rltool.engines.types import (
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    Picture,
+    SamplingParams,
+    TensorMeta,
+    TokenStream,
+    VersionSpan,
+)
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import (
     EngineError,
@@ -109,6 +118,45 @@ def test_samples_of_one_prompt_are_distinct_and_the_same_again(engine, key_file)
         assert len({sample.token_ids for sample in first}) == 4
         assert first == again
         assert first[2].logprobs[5] == engine.logprob(seed=5, position=5)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stream_is_the_whole_reply_token_by_token(engine, key_file, incremental):
+    engine.incremental = incremental
+
+    async def scenario(client):
+        [whole] = await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)
+        engine.seconds, pieces = 0.2, []
+        stream = TokenStream(pieces.append)
+        assert await client.stream(endpoint(engine, key_file), request(), stream, timeout=SECONDS) == whole
+        assert len(pieces) > 2
+        assert [token for piece in pieces for token in piece.token_ids] == [*whole.token_ids]
+        engine.drop_logprobs = True
+        with pytest.raises(MissingLogprobs):
+            await client.stream(endpoint(engine, key_file), request(), TokenStream(print), timeout=SECONDS)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stream_goes_on_over_a_sync(engine, key_file, incremental):
+    engine.incremental, engine.seconds = incremental, 4.0  # for 8 tokens
+
+    async def scenario(client):
+        first = asyncio.Event()
+        stream = TokenStream(lambda piece: first.set())
+        asked = asyncio.create_task(client.stream(endpoint(engine, key_file), request(), stream, timeout=SECONDS))
+        await first.wait()
+        known = stream.completion()
+        assert known.versions == (VersionSpan("default", 0, len(known.token_ids)),)
+        trainer = Trainer(client, endpoint(engine, key_file))
+        await trainer.tell([*SPEAKS.pause("keep"), *CONTROL.begin(), *CONTROL.finish("next"), *SPEAKS.resume()])
+        found = await asked
+        assert [span.version for span in found.versions] == ["default", "next"]
+        assert (found.versions[0].end, found.versions[1].end) == (found.versions[1].start, len(found.token_ids))
+        assert len(found.token_ids) == 8 and found.finish_reason == "length"
 
     play(scenario)
 
@@ -505,9 +553,13 @@ def test_an_engine_that_expands_pictures_as_the_trainer_does_samples_and_another
         found = await client.generate(endpoint(engine, key_file), seeing(2), timeout=30)
         assert [len(one.token_ids) for one in found] == [4, 4]
         assert engine.bodies["/generate"]["image_data"] == ["data:A", "data:AB"]
+        again = await client.stream(endpoint(engine, key_file), seeing(), TokenStream(print), timeout=30)
+        assert again.token_ids == (await client.generate(endpoint(engine, key_file), seeing(), timeout=30))[0].token_ids
         engine.expand = lambda ids, urls: expanded(ids, urls, more=2)
         with pytest.raises(PicturesDiffer, match="to 10 tokens, the trainer's 8"):
             await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
+        with pytest.raises(PicturesDiffer, match="to 10 tokens, the trainer's 8"):
+            await client.stream(endpoint(engine, key_file), seeing(), TokenStream(print), timeout=30)
         engine.expand, engine.tells_prompt = expanded, False
         with pytest.raises(PicturesDiffer, match="does not say to which tokens"):
             await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
