@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +72,11 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
                 asyncio.run(_serve(session, config, serving, parts, engines))
 
 
+def _say(line: str) -> None:
+    with suppress(OSError):  # the log's disk is full, too
+        write_line(line)
+
+
 def _engines(
     config: TrainConfig, serving: ServeTrainerConfig, stop: StopSignal, *, goes_on: bool
 ) -> ProbedFleet:  # fmt: skip
@@ -121,13 +126,13 @@ async def _serve(
             there = {endpoint: fleet.infos[endpoint.url] for endpoint in fleet.endpoints.engines}
             absent = Absent(tuple(fleet.absent), partial(_joining_problem, serving.lora_rank, fleet, base))
             samplers = adapter_samplers(
-                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=write_line
+                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=_say
             )
         elif fleet is not None:
             directory = config.weights.disk_dir / run.run_id if config.weights.disk_dir else run.path / "weights"
             sender = Trainer(session.ranks.handles(), session.ranks.device, directory, vocab_size)
             samplers = full_samplers(
-                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=write_line
+                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=_say
             )
         else:
             samplers = None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -26,8 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rltool.engines.run_client import CallCounts
-from rltool.errors import RltoolError, RunFault, UsageError
-from rltool.processes.files import write_json_atomic
+from rltool.errors import DiskFull, RltoolError, RunFault, UsageError
+from rltool.processes.files import full_disk, saving, write_json_atomic
 from rltool.processes.tasks import Background, beside
 from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
 from rltool.tinker.journal import Call, History, Journal
@@ -51,6 +52,10 @@ T = TypeVar("T")
 _OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
 """Calls that only the trainer's state knows of: a snapshot has what they did."""
 
+_SAVES = ("save_weights", "save_weights_for_sampler")
+
+FULL_SECONDS = 1.0
+"""Between two attempts to write a result that the disk did not take."""
 FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
@@ -67,6 +72,9 @@ STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
 
 TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
+
+
+logger = logging.getLogger(__name__)
 
 
 class Refused(Exception):
@@ -216,6 +224,11 @@ class Service:
         """By kind, of the calls that this process has carried out."""
         self.running = ""
         """The kind of call that the trainer carries out now."""
+        self._failed_saves: list[Call] = []
+        """That are in the books as if they had not."""
+        self._unwritten: tuple[Call, dict[str, Any], float] | None = None
+        """A call that was carried out and its result, which the disk has no room for. It is not given out, and no other
+        call is carried out, until it is written."""
         self.fresh: Path | None = None
         """Saved weights for sampling which are those that the ranks have now; None: there are none, as far as is
         known."""
@@ -480,12 +493,14 @@ class Service:
             where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
             raise Refused(404, f"there is no checkpoint {str(path)!r}: {where}")
         partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
-        partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.copytree(source, partial)
             partial.rename(copy)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if full := full_disk(error):
+                raise self._no_room(full) from error
             raise Refused(409, f"{source} could not be copied, so nothing was loaded: {error}") from error
 
     def _remove_copies(self) -> None:
@@ -627,11 +642,11 @@ class Service:
             self._within_limits(client, kind, model, body, evicted)
             self.queued.calls[client] += (size := _size(body))  # of a sample that comes meanwhile, too
             try:
-                for name in evicted:
-                    owner, by = self._models[name].client, {"evicted_for": client}
-                    digest_ = _digest("unload_model", {})
-                    await self._enter_new(owner, "unload_model", name, f"unload:{name}", digest_, by)
-                call = await self._enter_new(client, kind, model, key, digest, body)
+                unloads = [
+                    (self._models[name].client, "unload_model", name, f"unload:{name}", _digest("unload_model", {}),
+                     {"evicted_for": client}) for name in evicted
+                ]  # fmt: skip
+                call = await self._enter_new(*unloads, (client, kind, model, key, digest, body))
             finally:
                 self.queued.calls[client] -= size
             self._leave()
@@ -639,15 +654,21 @@ class Service:
             self._changed.notify_all()
         return call
 
-    async def _enter_new(
-        self, client: str, kind: str, model: str, key: str, digest: str, body: dict[str, Any]
-    ) -> Call:  # fmt: skip
-        call = Call(self._journal.next, client, kind, model, key, digest, body)
-        await asyncio.to_thread(self._journal.accept, call)  # a disk, and a compaction, may take their time
-        self._enter(call)
-        if model in self._models:
-            self._last_calls[model] = time.time()
-        return call
+    async def _enter_new(self, *fields: tuple[str, str, str, str, str, dict[str, Any]]) -> Call:
+        """All, or none (503). The last."""
+        calls = [Call(self._journal.next + i, *each) for i, each in enumerate(fields)]
+        try:
+            await asyncio.to_thread(self._journal.accept, *calls)  # a disk, and a compaction, may take their time
+        except OSError as error:
+            raise self._no_room(error.strerror) from error
+        for call in calls:
+            self._enter(call)
+            if call.model in self._models:
+                self._last_calls[call.model] = time.time()
+        return calls[-1]
+
+    def _no_room(self, why: str | None) -> Refused:
+        return Refused(503, f"the call was not accepted, for {self._directory} cannot be written: {why}; ask again")
 
     def _within_limits(
         self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
@@ -747,6 +768,8 @@ class Service:
         return _GONE in call.body or call.number <= self._done.get(call.model, -1)
 
     def _enter_save(self, call: Call) -> None:
+        if "error" in self._journal.results.get(call.number, {}):
+            return
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
         saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
         if "ttl_seconds" in call.body:
@@ -758,6 +781,18 @@ class Service:
             self._samplers[session] = Sampler(call.client, call.model)
         else:
             self._samplers[session] = Sampler(call.client, call.model, name)
+
+    def _forget_save(self, call: Call) -> None:
+        """Of one that failed: its name can be given again."""
+        model, name = self._models.get(call.model), call.body["name"]
+        if model is None:
+            return
+        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
+        saves.names.discard(name)
+        saves.ttl.pop(name, None)
+        self._samplers.pop(call.body.get("sampling_session", ""), None)
+        with suppress(ValueError):
+            model.inflight.remove((call.number, name))
 
     # -- results
 
@@ -798,21 +833,31 @@ class Service:
         job_is_next = True
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: bool(self._replay or self._waiting or self._jobs))
+                await self._changed.wait_for(
+                    lambda: bool(self._replay or self._waiting or self._jobs or self._unwritten)
+                )
             if self._jobs and (job_is_next or not (self._replay or self._waiting)):
                 job_is_next = False
                 await self._do(*self._jobs.popleft())
                 continue
             job_is_next = True
-            is_replayed = bool(self._replay)
-            call = self._replay.popleft() if is_replayed else self._next_call()
-            work = asyncio.to_thread(self._carry_out, call)
+            is_replayed = self._unwritten is None and bool(self._replay)
+            if self._unwritten is not None:
+                await asyncio.sleep(FULL_SECONDS)
+                call, work = self._unwritten[0], asyncio.to_thread(self._finish, *self._unwritten)
+            else:
+                call = self._replay.popleft() if is_replayed else self._next_call()
+                work = asyncio.to_thread(self._carry_out, call)
             carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
                 await asyncio.shield(carried_out)
             except asyncio.CancelledError:
                 await carried_out  # its thread goes on, and writes into the journal that is closed next
                 raise
+            if self._unwritten is not None:
+                continue
+            while self._failed_saves:
+                self._forget_save(self._failed_saves.pop())
             if not is_replayed:
                 self.queued.calls[_for(call)] -= _size(call.body)
             self._follow_compaction()
@@ -866,6 +911,9 @@ class Service:
         return dict(Counter(each.client for each in held if not each.refused and not each.unloaded))
 
     def _carry_out(self, call: Call) -> None:
+        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+            self._carried_out(call)  # before a restart, and the client knows that there is nothing
+            return
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
         self.running, began = call.kind, time.perf_counter()
         samplers = self._directory / "samplers"
@@ -883,26 +931,60 @@ class Service:
             counts["failed"] += 1
             if _makes_a_model(call.kind, call.body):
                 self._models[call.model].refused = True
+        except DiskFull as error:
+            result = {"error": f"SaveFailed: {error}", "category": "server"}
+            counts["failed"] += 1
         finally:
             self.running = ""
             counts["calls"] += 1
             seconds = time.perf_counter() - began
             counts["seconds"] += seconds
         if call.number not in self._journal.results:
+            self._finish(call, result, seconds)
+        else:
+            self._carried_out(call)
+
+    def _finish(self, call: Call, result: dict[str, Any], seconds: float) -> None:
+        try:
             self._journal.finish(call, result)
-            self.history.carried_out(call, result, seconds)
+        except OSError as error:
+            if self._unwritten is None:
+                logger.warning(
+                    "the result of a %s cannot be written to %s (%s): calls wait until it can", call.kind,
+                    self._directory, error.strerror,
+                )  # fmt: skip
+            self._unwritten = call, result, seconds
+            return
+        self._unwritten = None
+        if call.kind in _SAVES and "error" in result:
+            self._failed_saves.append(call)
+        self.history.carried_out(call, result, seconds)
+        self._carried_out(call)
+
+    def _carried_out(self, call: Call) -> None:
         self._done[call.model] = call.number
         self._since_snapshot += 1
         if self._since_snapshot >= self._snapshot_every:
-            self._snapshot()
+            try:
+                with saving("a snapshot", self._directory):
+                    self._snapshot()
+            except DiskFull as error:
+                logger.warning("%s: after a restart more is carried out again", error)
+                self._since_snapshot -= max(1, self._snapshot_every // 10)
 
     def _snapshot(self) -> None:
         """The pointer is written once the directory is whole; the one before it goes last."""
         snapshots = self._directory / "snapshots"
         snapshots.mkdir(mode=0o700, exist_ok=True)
         name = secrets.token_hex(8)
-        self._trainer.snapshot(snapshots / name)
-        write_json_atomic(self._directory / "snapshot.json", {"name": name, "done": self._done}, mode=0o600)
+        try:
+            self._trainer.snapshot(snapshots / name)
+            write_json_atomic(self._directory / "snapshot.json", {"name": name, "done": self._done}, mode=0o600)
+        except OSError:
+            pointer = self._directory / "snapshot.json"
+            if not pointer.exists() or name not in pointer.read_text(encoding="utf-8"):
+                shutil.rmtree(snapshots / name, ignore_errors=True)
+            raise
         self._since_snapshot = 0
         for other in snapshots.iterdir():
             if other.name != name:
@@ -973,6 +1055,8 @@ class Service:
                 return True
             saves, name = model.saves[call.body["kind"]], call.body["name"]
             return name not in saves.deleted and saves.expires.get(name) == call.body["expires"]
+        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+            return False
         if call.kind == "sampling_session" or call.body.get("sampling_session"):
             return samplers <= KEPT_SAMPLERS
         return call.kind not in _OF_THE_TRAINER or _makes_a_model(call.kind, call.body)

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -570,21 +570,166 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
         make(tmp_path)
 
 
-def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, monkeypatch):
-    async def case() -> None:
-        service, _ = make(tmp_path)
-        with monkeypatch.context() as patch:
-            def full(_: int) -> None:
-                raise OSError(28, "No space left on device")
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, *only: str) -> Iterator[None]:
+    """Writes to files of the journal of these names, or all, fail after half of the bytes; the first time the file
+    cannot be cut back either."""
+    write, truncate, failing = os.write, os.ftruncate, [True]
 
-            patch.setattr(os, "fsync", full)
-            with pytest.raises(OSError, match="No space"):
-                await service.open_session("a")
-        await service.open_session("a")
+    def is_full(file: int) -> bool:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+        return name.endswith(".jsonl") and (not only or name in only)
+
+    def half(file: int, data: bytes) -> int:
+        if not is_full(file):
+            return write(file, data)
+        write(file, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    def cut(file: int, size: int) -> None:
+        if is_full(file) and failing:
+            failing.clear()
+            raise OSError(5, "Input/output error")
+        truncate(file, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        patch.setattr(os, "ftruncate", cut)
+        yield
+
+
+def test_a_call_that_the_disk_does_not_take_is_answered_503_and_the_journal_stays_whole(tmp_path, monkeypatch):
+    async def post(http: Any, route: str, body: Any) -> tuple[int, Any]:
+        async with http.post(PREFIX + route, json=body, headers={"X-API-Key": "tml-a"}) as reply:
+            return reply.status, await reply.json()
+
+    async def case(ahead: list[float]) -> None:
+        service, _ = make(tmp_path, models=1, session_timeout=60.0, snapshot_every=100)
+        running = asyncio.create_task(service.run())
+        async with TestClient(TestServer(TinkerServer(service, {"a": "tml-a"}).app())) as http:
+            with full_disk(monkeypatch, "calls.jsonl"):
+                for _ in range(3):
+                    status, said = await post(http, "create_session", {})
+                    assert status == 503 and f"{tmp_path} cannot be written" in said["error"]
+                assert (tmp_path / "calls.jsonl").read_bytes() == b""
+            idle = await made(service, "a")
+            ahead[0] += 61
+            body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "base_model": "base"}
+            with full_disk(monkeypatch, "calls.jsonl"):
+                assert (await post(http, "create_model", body))[0] == 503
+            assert service.models_of("a") == [idle] and not service._models[idle].unloaded, "both or none"
+            assert service.queued.by_client() == {}
+            status, promised = await post(http, "create_model", body)
+            assert status == 200 and "error" not in (await post(http, "retrieve_future", promised))[1]
+        running.cancel()
+        await asyncio.wait({running})
         service.close()
 
-    asyncio.run(case())
-    assert len(Journal(tmp_path).calls) == 1
+    with clock(monkeypatch) as ahead:
+        asyncio.run(case(ahead))
+    kinds = [call.kind for call in Journal(tmp_path).calls.values()]
+    assert kinds == ["session", "create_model", "session", "unload_model", "create_model"]
+
+
+def test_a_result_that_the_disk_does_not_take_is_given_out_when_it_does_and_the_calls_behind_it_wait(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(service_module, "FULL_SECONDS", 0.01)
+
+    async def case(is_full: bool) -> tuple[list[Any], torch.Tensor]:
+        service, trainer = make(tmp_path / str(is_full), snapshot_every=2)
+        running = asyncio.create_task(service.run())
+        model = await made(service, "a")
+        with full_disk(monkeypatch, "results.jsonl") if is_full else nullcontext():
+            await forward(service, "a", model, 1)
+            step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+            number = (await service.optim_step("a", step)).number
+            if is_full:
+                assert await service.result("a", number - 1, 0.1) is None and not running.done()
+                assert await service.exclusively(lambda: asyncio.sleep(0, "done")) == "done"
+                assert torch.equal(trainer.models[model]["mean"], torch.zeros_like(trainer.models[model]["mean"]))
+                assert service.waiting() == {"a": 1} and service.queued.by_client()["a"] > 0
+        found = [await service.result("a", each, 5) for each in (number - 1, number)]
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        assert [*Journal(tmp_path / str(is_full)).results] == [1, 2, 3]
+        _, again = make(tmp_path / str(is_full))
+        assert again.models
+        return found, trainer.models[model]["mean"]
+
+    (found, one), (expected, other) = asyncio.run(case(True)), asyncio.run(case(False))
+    assert "proto" in found[0] and "metrics" in found[1] and len(expected) == 2
+    assert one.any() and one.shape == other.shape
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_a_save_that_the_disk_does_not_take_is_its_calls_error_and_its_name_can_be_given_again(
+    tmp_path, monkeypatch, kind
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def call(service: Service, seq: int, **more: Any) -> tuple[str, dict[str, Any]]:
+        model = service.models_of("a")[0]
+        made = await getattr(service, kind)("a", {"model_id": model, "seq_id": seq, **more})
+        return model, await service.result("a", made.number, 5) or {}
+
+    async def first(service: Service) -> None:
+        await made(service, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainTrainer, "save", full)
+            model, said = await call(service, 1, path="s")
+            text = f"SaveFailed: .* was not written to {tmp_path}/.*/{model}/s: No space left on device; make room"
+            assert re.match(text, said["error"]) and said["category"] == "server"
+            if kind == "save_weights_for_sampler":
+                await call(service, 2, sampling_session_seq_id=0, kind="inflight")
+                session = model.partition(":")[0]
+                with pytest.raises(Refused, match="no sampling session"):
+                    service.demand_sampler("a", f"{session}:sample:0")
+                assert service._models[model].inflight == []
+
+    async def then(service: Service, trainer: PlainTrainer) -> None:
+        [model] = service.models_of("a")
+        assert names(service, model) == [], "not by carrying it out again either"
+        await forward(service, "a", model, 3)
+        await service.optim_step("a", {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}})
+        assert "path" in (await call(service, 5, path="s"))[1]
+        assert names(service, model) == ["s"]
+        kept = "checkpoints" if kind == "save_weights" else "samplers"
+        saved = torch.load(tmp_path / kept / model / "s" / "state.pt", weights_only=True)["weights"]
+        assert torch.equal(saved, trainer.models[model]["weights"])
+
+    service, _ = make(tmp_path, snapshot_every=100, checkpoints=1)
+    asyncio.run(running_on(service, first(service)))
+    service, trainer = make(tmp_path, snapshot_every=100, checkpoints=1)
+    asyncio.run(running_on(service, then(service, trainer)))
+
+
+def test_a_snapshot_that_the_disk_does_not_take_is_made_later_and_calls_go_on(tmp_path, monkeypatch, caplog):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def case(service: Service) -> None:
+        model, seq = await made(service, "a"), 0
+        for place, name in ((PlainTrainer, "snapshot"), (service_module, "write_json_atomic"), (Lines, "replace")):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, full)
+                for _ in range(4):
+                    seq += 1
+                    call = await forward(service, "a", model, seq)
+                    assert "proto" in (await service.result("a", call.number, 5) or {})
+            assert len([*(tmp_path / "snapshots").iterdir()]) == (place is Lines), "nothing is left of it"
+        for _ in range(2):
+            seq += 1
+            await service.result("a", (await forward(service, "a", model, seq)).number, 5)
+
+    service, _ = make(tmp_path, snapshot_every=2)
+    asyncio.run(running_on(service, case(service)))
+    said = [each.getMessage() for each in caplog.records]
+    assert said and all(f"a snapshot was not written to {tmp_path}: No space left" in each for each in said)
+    service, trainer = make(tmp_path, snapshot_every=2)
+    assert len(trainer.models) == 1 and len(service._replay) <= 3
 
 
 def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
