@@ -21,6 +21,7 @@ from rltool.engines.dialects.protocol import MEMORY_TAGS, Controls, Generates, I
 from rltool.engines.dialects.table import controls, detections, dialect, inspects, none_of_ours
 from rltool.engines.dialects.vllm_arrays import ArrayVllmDialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fast_json import dumps
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import events_of, making_sense_of, quote, read_body, read_reply
 from rltool.engines.types import (
@@ -37,7 +38,6 @@ from rltool.engines.types import (
     TokenStream,
 )
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
-from rltool.fast_json import dumps
 from rltool.processes.tasks import all_of
 
 PROBE_SECONDS = 30.0

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rltool.engines.fast_json import loads
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineFailed, EngineRejected, EngineUnreachable
-from rltool.fast_json import loads
 from rltool.terminal import visible
 
 QUOTED_CHARACTERS = 600

@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from rltool.fast_json import dumps, loads
+from rltool.engines.fast_json import dumps, loads
 from rltool.gateway.errors import BadRequest
 from rltool.processes.connections import BODY_SECONDS
 

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltool.engines.fast_json import dumps, loads
 from rltool.errors import RltoolError
-from rltool.fast_json import dumps, loads
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.session import Session
 from rltool.gateway.trajectory import TurnRecord

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import pytest
 
-from rltool.fast_json import dumps, loads
+from rltool.engines.fast_json import dumps, loads
 
 
 class Kind(StrEnum):
