@@ -5,8 +5,8 @@
     python -m benchmarks.lora_learning --run seed-1 --seeds 1 --gpu 0                  a run for each seed, on one GPU
 
 Every seed has a task, a model and a warm start of its own, from which each arm trains (`rltool train`, two vLLM engines
-on the CPU, or one on a GPU). Held out: 1,024 words, four samples each at temperature 1. Prints JSON: by arm the accuracy
-of each seed before and after, and their means. What a run of this name has finished is not done again.
+on the CPU, or one on a GPU). Held out: 1,024 words, four samples each at temperature 1. Prints JSON: by arm the
+accuracy of each seed before and after, and their means. What a run of this name has finished is not done again.
 """
 
 from __future__ import annotations
