@@ -433,7 +433,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("GET get_server_capabilities", "", OWN_LOOP),
     ("POST create_model", "`rank`, `seed`, `train_attn`, `train_mlp`; `train_unembed` has no effect, as the session "
      f"says; rank 0 (all weights) with `--lora-rank 0`: `{FULL}`", TRAINS),
-    ("POST unload_model", "makes room for another; the client (0.38) has the answer's type, and no method", FINISHED),
+    ("POST unload_model", "makes room for another; without a checkpoint it is gone (410); the client (0.38) has no "
+     "method", FINISHED),
     ("POST get_info", "", OWN_LOOP),
     ("POST forward_backward", "protobuf; also forward alone; " + ", ".join(f"`{name}`" for name in LOSSES)
      + "; own losses by `forward_backward_custom`", CUSTOM),
@@ -450,7 +451,7 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST cancel_future", "of samples", OVER_HTTP),
     ("GET sessions", "", FINISHED),
     ("GET sessions/{session}", "", FINISHED),
-    ("POST sessions/{session}/finish", "its models are unloaded", FINISHED),
+    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410)", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
     (f"GET {CHECKPOINTS}", "with named weights for sampling", TRAINS),

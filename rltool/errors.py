@@ -86,6 +86,10 @@ class SaveFailed(RltoolError):
     """A checkpoint could not be written. Nothing of its name is there, and those before it are untouched."""
 
 
+class DiskFull(SaveFailed):
+    """As there is no room for it, or no quota. What was to be saved is whole."""
+
+
 class ExportFailed(SaveFailed):
     """A Hugging Face export could not be written. The training state is whole, and its checkpoint can be."""
 

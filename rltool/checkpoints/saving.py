@@ -23,7 +23,7 @@ from rltool.checkpoints.carried import carry, carry_tensors
 from rltool.checkpoints.completion import EXTRA, STATE, Saved, finish
 from rltool.checkpoints.lora import describe_base, describe_lora
 from rltool.checkpoints.manifest import Manifest
-from rltool.errors import SaveFailed
+from rltool.errors import DiskFull, SaveFailed
 from rltool.megatron.critic import Critic
 from rltool.megatron.save_plan import SavePlan, plan_save
 from rltool.megatron.trainer import MegatronTrainer
@@ -92,7 +92,7 @@ class CheckpointSaver:
         if failed := next(filter(None, found), None):
             if self._trainer.coordinates.rank == 0:
                 directories.abandon(partial)
-            raise SaveFailed(_explain(failed, final, 0))
+            raise _explained(replace(failed, text=_explain(failed, final, 0)))
 
     def _state(self) -> dict[str, Any]:
         state = self._trainer.sharded_state(loading=False)
@@ -179,7 +179,7 @@ class CheckpointSaver:
         if rank == 0 and isinstance(outcome[0], _Failure):
             directories.abandon(partial)
         if isinstance(outcome[0], _Failure):
-            raise SaveFailed(outcome[0].text)
+            raise _explained(outcome[0])
         size, warning = outcome[0]
         return Saved(final, size, time.monotonic() - started, warning)
 
@@ -202,6 +202,10 @@ class _Share:
     results: list[Any]
     files: dict[str, dict[str, Any]]
     bytes: int
+
+
+def _explained(failure: _Failure) -> SaveFailed:
+    return (DiskFull if failure.disk_full else SaveFailed)(failure.text)
 
 
 def _attempt(action: Callable[[], Any], size: int) -> Any:
@@ -243,7 +247,7 @@ def _begin(final: Path) -> None:
         (directories.begin(final) / STATE).mkdir()
     except OSError as error:
         directories.abandon(directories.partial_of(final))
-        raise SaveFailed(_explain(_failure(error, 0), final, 0)) from error
+        raise _explained(replace(lost := _failure(error, 0), text=_explain(lost, final, 0))) from error
 
 
 def _write_share(plan: SavePlan, partial: Path) -> _Share:

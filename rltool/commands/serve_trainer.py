@@ -60,6 +60,9 @@ def serve_trainer(
     max_samples: Annotated[
         int | None, typer.Option(help="Sampling requests of one client in flight (default: 4096).")
     ] = None,
+    max_queued_bytes: Annotated[
+        int | None, typer.Option(help="Bytes of one client's calls and samples that have not ended (default: 1 GiB).")
+    ] = None,
     max_models: Annotated[int | None, typer.Option(help="Models of one client (default: 16).")] = None,
     session_timeout: Annotated[
         float | None,
@@ -85,7 +88,7 @@ def serve_trainer(
         "host": host, "port": port, "keys": keys, "checkpoints": checkpoints, "served_name": served_name,
         "lora_rank": lora_rank,
         "max_in_flight": max_in_flight, "max_samples": max_samples, "max_models": max_models,
-        "session_timeout": session_timeout,
+        "max_queued_bytes": max_queued_bytes, "session_timeout": session_timeout,
         "max_checkpoints": max_checkpoints, "max_body_bytes": max_body_bytes, "snapshot_every": snapshot_every,
         "max_restarts": max_restarts, "ready_timeout": ready_timeout,
     }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from rltool.config.base import Config
 
@@ -29,6 +29,8 @@ class ServeTrainerConfig(Config):
     """Calls of one client that wait for the trainer."""
     max_samples: int = Field(default=4096, ge=1)
     """Sampling requests of one client that are in flight."""
+    max_queued_bytes: int = Field(default=2**30, ge=1024)
+    """Of one client's calls and sampling requests that have not ended, as they were sent; at least max_body_bytes."""
     max_models: int = Field(default=16, ge=1)
     """Of one client."""
     session_timeout: float = Field(default=600.0, gt=0)
@@ -44,3 +46,12 @@ class ServeTrainerConfig(Config):
     """How often the server is started again when it dies, or one of its ranks."""
     ready_timeout: float = Field(default=900.0, gt=0)
     """Seconds until it must serve, Ray and the model's loading with it."""
+
+    @model_validator(mode="after")
+    def _takes_a_request(self) -> ServeTrainerConfig:
+        if self.max_queued_bytes < self.max_body_bytes:
+            raise ValueError(
+                f"max_queued_bytes is {self.max_queued_bytes}, less than max_body_bytes ({self.max_body_bytes}) of one "
+                "request: raise it, or lower max_body_bytes"
+            )
+        return self

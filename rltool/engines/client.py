@@ -46,8 +46,6 @@ HEALTH_SECONDS = 5.0
 """Deadline of one health check: it answers at once, or the server's event loop is stuck."""
 CHECKSUMS_BYTES = 16 * CONTROL_REPLY_BYTES
 """Of an answer with a digest of every parameter of every rank."""
-STREAMED = 16
-"""A streamed reply has so many times the bytes of a whole one: vLLM's frame of an event is around each token."""
 ABORTS_SIDE_BY_SIDE = 64
 """SGLang takes one id per request: a stop of 2,000 requests must not open 2,000 connections."""
 ABORT_ATTEMPTS = 3
@@ -283,9 +281,11 @@ class EngineClient:
             ) as response:
                 if response.status >= 300:
                     read_reply(what, http, response.status, await read_body(response, what, CONTROL_REPLY_BYTES))
-                async for event in events_of(response, what, STREAMED * request.reply_bytes):
+                async for event in events_of(response, what, request.reply_bytes):
                     with making_sense_of(f"the stream of {endpoint.url}"):
-                        stream.take(engine_dialect.parse_event(event))
+                        stream.take(engine_dialect.parse_event(request, event, stream))
+                    if len(stream.token_ids) > request.sampling.max_tokens:
+                        raise EngineError(f"{what}: a stream with more than max_tokens")
         except TimeoutError as error:
             raise EngineTimedOut(f"{what}: no answer within {timeout:g} s") from error
         except (aiohttp.ClientError, OSError) as error:

@@ -34,15 +34,14 @@ async def read_body(response: Any, what: str, limit: int) -> bytes:
 
 async def events_of(response: Any, what: str, limit: int) -> AsyncIterator[Any]:
     """The JSON of each server-sent event of an aiohttp response, up to "[DONE]". EngineUnreachable where it ends before
-    that, or for more than `limit` bytes."""
-    size, rest = 0, bytearray()
+    that, or for an event of more than `limit` bytes."""
+    rest = bytearray()
     async for piece in response.content.iter_any():
-        size += len(piece)
-        if size > limit:
-            raise too_large(what, limit)
         rest += piece
         *events, tail = rest.split(b"\n\n")
         rest = tail
+        if max(map(len, (*events, rest))) > limit:
+            raise too_large(what, limit)
         for event in events:
             if not event.startswith(b"data:"):
                 continue
@@ -69,6 +68,15 @@ def read_reply(what: str, request: HttpRequest, status: int, body: bytes) -> Any
         sent = f" (sent: {quote(json.dumps(_without_keys(request.body)))})" if request.body is not None else ""
         raise EngineRejected(f"{what} answered {status}: {quote(text)}{hint(status)}{sent}", status)
     return decode(text)
+
+
+def failure_within(what: str, error: Any, *, begun: bool) -> EngineError:
+    """Of an event {"message", "code"} in the place of a reply that is no 2xx: as that of `read_reply`, but for a stream
+    that has begun, which can be taken up elsewhere."""
+    code = error.get("code") if isinstance(error, dict) else None
+    status, text = code if isinstance(code, int) else 500, f"{what} failed within a stream: {quote(json.dumps(error))}"
+    refused = 400 <= status < 500 and status != 429 and not begun
+    return EngineRejected(text, status) if refused else EngineFailed(text, status)
 
 
 @contextmanager

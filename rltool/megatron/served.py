@@ -224,7 +224,8 @@ class ServedModel(MegatronTrainer):
                  "gradient": [buffer.grad_data for buffer in self._buffers()] if model.gradient else None,
                  "weights": [p.detach() for p in self.gpt.parameters() if p.requires_grad], **_optimizer_state(model)}
             )  # fmt: skip
-        torch.save({"layout": repr(self.coordinates), "models": models}, path)
+        with path.open("wb") as file:  # torch's own file does not say why it fails
+            torch.save({"layout": repr(self.coordinates), "models": models}, file)
 
     @in_megatron
     def load_all(self, path: Path) -> None:

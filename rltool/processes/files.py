@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import secrets
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rltool.errors import OutputFailed
+from rltool.errors import DiskFull, OutputFailed, RunFault
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_bytes_atomic(path: Path, data: bytes, *, mode: int = 0o644) -> None:
@@ -64,3 +67,28 @@ def writing(what: str, path: Path) -> Iterator[None]:
             f"{what} cannot be written to {path}: {error.strerror or error}; make room there, and go on with `rltool "
             "train --resume`"
         ) from error
+
+
+def full_disk(error: BaseException | None) -> str | None:
+    """What the system says of a full disk or quota, where the error is that or came of it; None: it did not. Torch's
+    file writer raises another error about positions, shutil's copies a list of texts."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _FULL:
+            return error.strerror
+        if said := next((os.strerror(each) for each in _FULL if os.strerror(each) in str(error)), None):
+            return said
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def saving(what: str, path: Path) -> Iterator[None]:
+    """DiskFull for an error of the block, which writes `path`, that comes of a full disk. what: begins the text."""
+    try:
+        yield
+    except (DiskFull, RunFault):
+        raise
+    except Exception as error:
+        if (why := full_disk(error)) is None:
+            raise
+        raise DiskFull(f"{what} was not written to {path}: {why}; make room there, and save again") from error

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rltool.errors import UsageError
+from rltool.processes.files import saving
 from rltool.tinker.journal import Call
 from rltool.tinker.paths import SAMPLERS, STATES, UNNAMED, CheckpointPath, parse_path
 from rltool.tinker.wire import decode_forward, encode_output
@@ -68,7 +69,8 @@ def adam_params(given: Mapping[str, Any]) -> AdamParams:
 
 
 def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Path) -> dict[str, Any]:
-    """The result that the client gets. UsageError: the call is wrong, and nothing has changed.
+    """The result that the client gets. UsageError: the call is wrong, DiskFull: a save has no room; and nothing has
+    changed.
 
     checkpoints, samplers: with a folder for each model. What is there was saved by this same call, before a restart:
     names are given once.
@@ -89,8 +91,9 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
         case "save_weights":
             directory = checkpoints / model / body["name"]
             if not directory.exists():
-                directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                trainer.save(model, directory, optimizer=True)
+                with saving(f"checkpoint {body['name']!r}", directory):
+                    directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    trainer.save(model, directory, optimizer=True)
             return {"type": "save_weights", "path": str(CheckpointPath(model, STATES, body["name"]))}
         case "save_weights_for_sampler":
             kept = KEPT_UNNAMED_FULL if body.get("full") else KEPT_UNNAMED
@@ -120,7 +123,8 @@ def perform(trainer: ServedTrainer, call: Call, checkpoints: Path, samplers: Pat
 
 def _export_for_sampling(trainer: ServedTrainer, model: str, directory: Path, kept: int) -> None:
     if not directory.exists():
-        directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        trainer.save(model, directory, optimizer=False)
+        with saving("weights for sampling", directory):
+            directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trainer.save(model, directory, optimizer=False)
     for old in sorted(directory.parent.glob(f"{UNNAMED}*"))[:-kept]:
         shutil.rmtree(old, ignore_errors=True)

@@ -13,7 +13,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from rltool.report.served import read_history
 TALLY_SECONDS = 10.0
 HISTORY_BYTES = 8 * 2**20
 """Of a history, before it is folded: some 40,000 calls."""
-_NEXT, _FLOORS = "next", "floors"
+_NEXT, _FLOORS, _GONE = "next", "floors", "gone"
 """Of the first line of a journal that was compacted."""
 
 
@@ -63,6 +63,7 @@ def _replace(path: Path, values: Iterable[dict[str, Any]]) -> int:
         os.replace(new, path)
     except BaseException:
         os.close(file)
+        new.unlink(missing_ok=True)
         raise
     return file
 
@@ -72,6 +73,8 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self._file, self._path = _open(path), path
+        self._whole: int | None = None
+        """Bytes of the whole lines, where behind them is what could not be cut back."""
 
     def read(self) -> list[dict[str, Any]]:
         data = self._path.read_bytes()
@@ -87,23 +90,30 @@ class Lines:
                 raise UsageError(f"{self._path}, line {number} is damaged ({error}); restore the file") from error
         return found
 
-    def append(self, value: dict[str, Any]) -> None:
-        """On the disk when this returns; where it raises (a full disk), the file is what it was."""
-        line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
-        size = os.fstat(self._file).st_size
+    def append(self, *values: dict[str, Any]) -> None:
+        """All on the disk when this returns; where it raises (a full disk), the file is what it was."""
+        lines = b"".join(json.dumps(value, separators=(",", ":")).encode() + b"\n" for value in values)
+        self._cut_back()
+        self._whole = os.fstat(self._file).st_size
         try:
-            while line:
-                line = line[os.write(self._file, line) :]
+            while lines:
+                lines = lines[os.write(self._file, lines) :]
             os.fsync(self._file)
+            self._whole = None
         except OSError:
-            os.ftruncate(self._file, size)
+            self._cut_back()
             raise
+
+    def _cut_back(self) -> None:
+        if self._whole is not None:
+            os.ftruncate(self._file, self._whole)
+            self._whole = None
 
     def replace(self, values: Iterable[dict[str, Any]]) -> None:
         """In place of all lines. On the disk when this returns; a kill leaves all the old lines or all the new ones."""
         file = _replace(self._path, values)
         os.close(self._file)
-        self._file = file
+        self._file, self._whole = file, None
         sync_directory(self._path.parent)  # or a power cut could take the rename back
 
     def close(self) -> None:
@@ -113,7 +123,8 @@ class Lines:
 
 class Journal:
     """calls, results: by number, calls in their order; `compact` takes some out. next: the number of the next call.
-    floors: by model, the highest seq_id of a call that was taken out."""
+    floors: by model, the highest seq_id of a call that was taken out. gone: of sessions, by the numbers of their models
+    that were taken out whole, whether one was evicted."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -123,34 +134,40 @@ class Journal:
         lines = self._calls.read()
         head = lines.pop(0) if lines and _NEXT in lines[0] else {}
         self.floors: dict[str, int] = head.get(_FLOORS, {})
+        self.gone: dict[str, dict[str, bool]] = head.get(_GONE, {})
         self.calls = {each["number"]: Call(**each) for each in lines}
         self.next: int = max([head.get(_NEXT, 0), *(number + 1 for number in self.calls)])
         results = {each["number"]: each["result"] for each in self._results.read()}
         self.results: dict[int, dict[str, Any]] = {n: each for n, each in results.items() if n in self.calls}
 
-    def accept(self, call: Call) -> None:
+    def accept(self, *calls: Call) -> None:
+        """All, or none (OSError)."""
         with self._lock:
-            self._calls.append(asdict(call))
-            self.calls[call.number] = call
-            self.next = call.number + 1
+            self._calls.append(*map(asdict, calls))
+            self.calls |= {call.number: call for call in calls}
+            self.next += len(calls)
 
     def finish(self, call: Call, result: dict[str, Any]) -> None:
         self._results.append({"number": call.number, "result": result})
         self.results[call.number] = result
 
-    def compact(self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int]) -> None:
+    def compact(
+        self, changed: Mapping[int, Call | None], results: Iterable[int], floors: Mapping[str, int],
+        gone: Mapping[str, Mapping[str, bool]], left: Container[str],
+    ) -> None:  # fmt: skip
         """changed: calls in place of those of their numbers, None takes one out, with its result; results: of which
-        calls these go. A kill at any moment leaves a journal that is the same for a restart, which needs neither."""
+        calls these go; left: models whose floors go. A kill at any moment leaves a journal that is the same for a
+        restart, which needs neither."""
         with self._lock:
-            self.floors |= floors
+            self.floors = {model: seq for model, seq in (self.floors | dict(floors)).items() if model not in left}
             calls = {n: changed.get(n, call) for n, call in self.calls.items()}
-            head = {_NEXT: self.next, _FLOORS: self.floors}
+            head = {_NEXT: self.next, _FLOORS: self.floors, _GONE: gone}
             self._calls.replace([head, *(asdict(call) for call in calls.values() if call is not None)])
-            gone = {n for n, call in calls.items() if call is None} | set(results)
-            kept = ({"number": n, "result": each} for n, each in self.results.items() if n not in gone)
+            out = {n for n, call in calls.items() if call is None} | set(results)
+            kept = ({"number": n, "result": each} for n, each in self.results.items() if n not in out)
             # Only now: a call without its result would be waited for.
             self._results.replace(kept)
-            for number in gone:
+            for number in out:
                 self.results.pop(number, None)
             for number, call in changed.items():
                 if call is None:
@@ -229,5 +246,7 @@ class History:
 
     def _write(self, line: dict[str, Any]) -> None:
         """One write: lines of two threads stay whole. A full disk takes no call with it."""
+        data = json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n"
         with self._lock, suppress(OSError):
-            os.write(self._file, json.dumps({"time": round(time.time(), 3), **line}).encode() + b"\n")
+            if (written := os.write(self._file, data)) < len(data):
+                os.ftruncate(self._file, os.fstat(self._file).st_size - written)

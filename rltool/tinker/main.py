@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,6 +72,11 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
                 asyncio.run(_serve(session, config, serving, parts, engines))
 
 
+def _say(line: str) -> None:
+    with suppress(OSError):  # the log's disk is full, too
+        write_line(line)
+
+
 def _engines(
     config: TrainConfig, serving: ServeTrainerConfig, stop: StopSignal, *, goes_on: bool
 ) -> ProbedFleet:  # fmt: skip
@@ -102,9 +107,9 @@ async def _serve(
         loop.add_signal_handler(number, task.cancel)
     deadlines = config.deadlines
     limits = Limits(
-        in_flight=serving.max_in_flight, samples=serving.max_samples, models=serving.max_models,
-        checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes, rank=serving.lora_rank,
-        session_timeout=serving.session_timeout,
+        in_flight=serving.max_in_flight, samples=serving.max_samples, queued_bytes=serving.max_queued_bytes,
+        models=serving.max_models, checkpoints=serving.max_checkpoints, body_bytes=serving.max_body_bytes,
+        rank=serving.lora_rank, session_timeout=serving.session_timeout,
     )  # fmt: skip
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(EngineClient(run=run.run_id))
@@ -121,20 +126,20 @@ async def _serve(
             there = {endpoint: fleet.infos[endpoint.url] for endpoint in fleet.endpoints.engines}
             absent = Absent(tuple(fleet.absent), partial(_joining_problem, serving.lora_rank, fleet, base))
             samplers = adapter_samplers(
-                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=write_line
+                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=_say
             )
         elif fleet is not None:
             directory = config.weights.disk_dir / run.run_id if config.weights.disk_dir else run.path / "weights"
             sender = Trainer(session.ranks.handles(), session.ranks.device, directory, vocab_size)
             samplers = full_samplers(
-                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=write_line
+                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=_say
             )
         else:
             samplers = None
         if samplers is not None:
             samples = Samples(
                 await stack.enter_async_context(samplers), vocab_size=vocab_size, most=limits.samples,
-                ended=service.history.sampled,
+                queued=service.queued, ended=service.history.sampled,
             )  # fmt: skip
             stack.push_async_callback(samples.close)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")

@@ -23,7 +23,7 @@ from rltool.errors import EngineRejected, RltoolError, UsageError
 from rltool.processes.tasks import Background
 from rltool.rollout.serving.fair_queue import FairQueue
 from rltool.tinker.sampling import SampleRequest, parse_sample
-from rltool.tinker.service import Refused
+from rltool.tinker.service import Limits, Queued, Refused
 from rltool.tinker.wire import SampleOutput, encode_samples
 
 SAMPLE = "sample-"
@@ -79,13 +79,14 @@ class Turns:
 
 
 class Samples:
-    """Owned by one event loop. most: in flight, of each client; ended: called with client and sampled tokens of each
-    request that engines have answered. `close` last."""
+    """Owned by one event loop. most: in flight, of each client; queued: where their bytes are counted beside those of
+    calls; ended: called with client and sampled tokens of each request that engines have answered. `close` last."""
 
     def __init__(
-        self, sampling: Sampling, *, vocab_size: int, most: int, ended: Callable[[str, int], None] = lambda *_: None
-    ) -> None:
-        self._on_ended = ended
+        self, sampling: Sampling, *, vocab_size: int, most: int, queued: Queued | None = None,
+        ended: Callable[[str, int], None] = lambda *_: None,
+    ) -> None:  # fmt: skip
+        self._on_ended, self._queued = ended, queued or Queued(Limits.queued_bytes)
         self._sampling, self._vocab_size, self._most = sampling, vocab_size, most
         self._turns = Turns(sampling.at_once)
         self._boot, self._count = secrets.token_hex(6), 0
@@ -107,7 +108,8 @@ class Samples:
         if isinstance(seq, bool) or not isinstance(seq, int):
             raise UsageError(f"seq_id is {seq!r}, expected an integer: it makes a repetition known")
         key = (client, str(session), seq)
-        digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+        digest = hashlib.sha256(text).hexdigest()
         if key in self._by_key:
             number = self._by_key[key]
             if self._asked[number].digest != digest:
@@ -115,14 +117,16 @@ class Samples:
             return number
         if self.in_flight[client] >= self._most:
             raise Refused(429, f"{self._most} sampling requests are in flight, the most that a client may have")
+        self._queued.demand(client, len(text))
         asked = parse_sample(body, vocab_size=self._vocab_size, max_model_len=self._sampling.max_model_len)
         directory = weights()
         self._count += 1
         number = f"{SAMPLE}{self._boot}-{self._count}"
         self.in_flight[client] += 1
+        self._queued.samples[client] += len(text)
         task = self._tasks.start(self._sample(client, asked, directory), number, awaited=True)
         self._asked[number], self._by_key[key] = _Asked(client, key, digest, task), number
-        task.add_done_callback(partial(self._end, client, number))
+        task.add_done_callback(partial(self._end, client, number, len(text)))
         return number
 
     async def result(self, client: str, number: str, seconds: float) -> dict[str, Any] | None:
@@ -171,9 +175,10 @@ class Samples:
         self._on_ended(client, tokens)
         return {"proto": proto}
 
-    def _end(self, client: str, number: str, task: asyncio.Task[dict[str, Any]]) -> None:
+    def _end(self, client: str, number: str, size: int, task: asyncio.Task[dict[str, Any]]) -> None:
         """Takes out the oldest results that are too many, those that were fetched first."""
         self.in_flight[client] -= 1
+        self._queued.samples[client] -= size
         fetched, fresh = self._done
         result = {} if task.cancelled() else task.result()
         fresh[number] = len(result.get("proto", b""))

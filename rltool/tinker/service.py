@@ -4,7 +4,8 @@ Each model's calls run in the order in which they were accepted; between clients
 state is that of the last snapshot and of the calls after it, carried out again in the order in which they were before:
 a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
 snapshot (`Service._compact`). A model whose session is idle (`Limits.session_timeout`) is evicted where another needs
-its place.
+its place. A finished session, and a model that is unloaded and has no checkpoint, leave all tables; their names are
+refused for ever (410): a session's can be told by itself, a model's is known as long as its session.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import logging
 import math
 import os
 import secrets
@@ -25,8 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rltool.engines.run_client import CallCounts
-from rltool.errors import RltoolError, RunFault, UsageError
-from rltool.processes.files import write_json_atomic
+from rltool.errors import DiskFull, RltoolError, RunFault, UsageError
+from rltool.processes.files import full_disk, saving, write_json_atomic
 from rltool.processes.tasks import Background, beside
 from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
 from rltool.tinker.journal import Call, History, Journal
@@ -39,6 +41,9 @@ _BOOKKEEPING = ("session", "sampling_session", "delete_checkpoint", "checkpoint_
 _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 """Calls after which the ranks' weights may be others."""
 
+_GONE = "gone"
+"""In the body of a call whose model has left the tables, and whose result is kept yet; it has nothing else."""
+
 _NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
 """Calls that are no activity of a session: the server's own, or those of any process with the client's key."""
 
@@ -47,6 +52,10 @@ T = TypeVar("T")
 _OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
 """Calls that only the trainer's state knows of: a snapshot has what they did."""
 
+_SAVES = ("save_weights", "save_weights_for_sampler")
+
+FULL_SECONDS = 1.0
+"""Between two attempts to write a result that the disk did not take."""
 FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
@@ -65,6 +74,9 @@ TTL_SECONDS = (3600, 315_360_000)
 """What a checkpoint's time to live may be: an hour to ten years, as the client says."""
 
 
+logger = logging.getLogger(__name__)
+
+
 class Refused(Exception):
     """A call that is not accepted. status: of HTTP."""
 
@@ -75,18 +87,43 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; models; checkpoints:
-    kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either, of any rank.
-    session_timeout: seconds without a request or heartbeat after which a session is idle: its models are evicted where
-    others need their place."""
+    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; queued_bytes: of both;
+    models; checkpoints: kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either,
+    of any rank. session_timeout: seconds without a request or heartbeat after which a session is idle: its models are
+    evicted where others need their place."""
 
     in_flight: int = 256
     samples: int = 4096
+    queued_bytes: int = 2**30
     models: int = 16
     checkpoints: int = 100
     body_bytes: int = 64 * 2**20
     rank: int | None = None
     session_timeout: float = 600.0
+
+
+class Queued:
+    """Bytes of the calls and sampling requests that have not ended, by client; `most` of one. Owned by one event
+    loop."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.calls: Counter[str] = Counter()
+        self.samples: Counter[str] = Counter()
+
+    def demand(self, client: str, size: int) -> None:
+        """Refused: 413 of what alone is too much, 429 of what will have room when others have ended."""
+        calls, samples, limit = self.calls[client], self.samples[client], f"{self._most} bytes (--max-queued-bytes)"
+        if size > self._most:
+            raise Refused(413, f"the request has {size} bytes, and a client may have {limit} in all; send less at once")
+        if calls + samples + size > self._most:
+            raise Refused(
+                429, f"the request has {size} bytes, {calls} bytes of calls and {samples} of samples have not ended, "
+                f"and a client may have {limit} in all; wait for results"
+            )  # fmt: skip
+
+    def by_client(self) -> dict[str, int]:
+        return dict(+(self.calls + self.samples))
 
 
 @dataclass
@@ -147,11 +184,16 @@ class Service:
     ) -> None:  # fmt: skip
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
+        self.queued = Queued(limits.queued_bytes)
         self._journal = Journal(directory)
         self.history = History(directory)
         self._models: dict[str, _Model] = {}
         self._sessions: dict[str, str] = {}
         self._finished: set[str] = set()
+        self._gone = self._journal.gone
+        """Of sessions, by the numbers of their models that left: whether it was evicted."""
+        self._left: set[str] = set()
+        """Models and sessions that left the tables, and not the journal."""
         self._samplers: dict[str, Sampler] = {}
         self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
@@ -163,8 +205,9 @@ class Service:
         self._since_snapshot = 0
         self._entered = -1
         """The last call that is in the books."""
-        self._compacted: dict[int, tuple[Call, Call | None]] = {}
-        """Calls that the journal has in another form since, None: no more. The books are the event loop's to change."""
+        self._compacted: tuple[dict[int, tuple[Call, Call | None]], set[str]] = {}, set()
+        """Calls that the journal has in another form since, None: no more; what has left it whole. The books are the
+        event loop's to change."""
         self._fetched: dict[int, float] = {}
         """Number of a call -> when its result was given out first."""
         self._shared, self._copying = shared, set[str]()
@@ -181,6 +224,11 @@ class Service:
         """By kind, of the calls that this process has carried out."""
         self.running = ""
         """The kind of call that the trainer carries out now."""
+        self._failed_saves: list[Call] = []
+        """That are in the books as if they had not."""
+        self._unwritten: tuple[Call, dict[str, Any], float] | None = None
+        """A call that was carried out and its result, which the disk has no room for. It is not given out, and no other
+        call is carried out, until it is written."""
         self.fresh: Path | None = None
         """Saved weights for sampling which are those that the ranks have now; None: there are none, as far as is
         known."""
@@ -193,12 +241,16 @@ class Service:
     # -- accepting
 
     async def open_session(self, client: str) -> str:
-        session = secrets.token_hex(8)
+        nonce = secrets.token_hex(8)
+        session = nonce + _check_digits(client, nonce)
         await self._accept(client, "session", session, session, {})
+        self._touch(session)
         return session
 
     async def finish_session(self, client: str, session: str, reason: object) -> None:
-        """It makes nothing more, and its models are unloaded. The first reason stays."""
+        """It makes nothing more, its models are unloaded, its sampling sessions end. The first reason stays."""
+        if self._has_left(client, session):
+            return
         self.demand_session(client, session)
         if session not in self._finished:
             await self._accept(client, "finish_session", session, f"finish:{session}", {"reason": reason})
@@ -208,10 +260,12 @@ class Service:
 
     def heartbeat(self, client: str, session: object) -> None:
         """410 where it is finished: then the client stops its heartbeats."""
-        found = self.demand_session(client, session)
-        if found in self._finished:
-            raise Refused(410, f"session {found} is finished")
-        self._last_seen[found] = time.monotonic()
+        self._touch(self._open_session(client, session))
+
+    def _touch(self, name: str) -> None:
+        """Activity of the session of a model or sampling session, or of one itself."""
+        if (session := name.partition(":")[0]) in self._sessions:
+            self._last_seen[session] = time.monotonic()
 
     def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
         """Its models and its sampling sessions."""
@@ -224,15 +278,36 @@ class Service:
         return [session for session, whose in self._sessions.items() if whose == client]
 
     def demand_session(self, client: str, session: object) -> str:
-        if not isinstance(session, str) or self._sessions.get(session) != client:
-            raise Refused(404, f"there is no session {session!r}")
-        return session
+        """404; 410 for one that was this client's."""
+        if isinstance(session, str) and self._sessions.get(session) == client:
+            return session
+        if self._has_left(client, session):
+            raise Refused(410, _finished(session))
+        raise Refused(404, f"there is no session {session!r}")
+
+    def _has_left(self, client: str, session: object) -> bool:
+        """Whether it was a session of this client's, and is none any more."""
+        if not isinstance(session, str) or session in self._sessions or len(session) != 24:
+            return False
+        return session[16:] == _check_digits(client, session[:16])
 
     def demand_model(self, client: str, model: object) -> str:
-        """Of another client's as of none: 404."""
-        if not isinstance(model, str) or model not in self._models or self._models[model].client != client:
-            raise Refused(404, f"there is no model {model!r}")
-        return model
+        """Of another client's as of none: 404; 410 for one that has left."""
+        if isinstance(model, str) and model in self._models and self._models[model].client == client:
+            return model
+        self._refuse_gone(client, model)
+        raise Refused(404, f"there is no model {model!r}")
+
+    def _refuse_gone(self, client: str, model: object) -> None:
+        session, _, number = str(model).partition(":train:")
+        if self._has_left(client, session):
+            raise Refused(410, f"model {model!r} is unloaded: {_finished(session)}")
+        if self._sessions.get(session) == client and number in self._gone.get(session, ()):
+            raise Refused(410, self._unloaded(str(model), self._gone[session][number]))
+
+    def _unloaded(self, model: str, evicted: bool) -> str:
+        why = f" (evicted: its session was idle for {self.limits.session_timeout:g} s)" if evicted else ""
+        return f"model {model!r} is unloaded{why}; make another, of one of its checkpoints where it has any"
 
     def lora_of(self, model: str) -> dict[str, Any] | None:
         """None: all weights are trained."""
@@ -256,9 +331,10 @@ class Service:
         return await self._make(client, "create_model", model, {"lora_config": body.get("lora_config")})
 
     async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
-        name = self.demand_model(client, model)
         seq = _integer(seq, "seq_id", ": it makes a repetition known")
-        return await self._accept(client, kind, name, f"{name}:{seq}", body)
+        if (client, key := f"{model}:{seq}") not in self._by_key:  # a repetition is answered where the model left, too
+            self.demand_model(client, model)
+        return await self._accept(client, kind, str(model), key, body)
 
     async def optim_step(self, client: str, body: dict[str, Any]) -> Call:
         if "optimizer_params" in body:
@@ -316,8 +392,9 @@ class Service:
         """Of another client's as of none: 404."""
         found = self._samplers.get(session) if isinstance(session, str) else None
         if found is None or found.client != client:
+            self._open_session(client, str(session).partition(":")[0])
             raise Refused(404, f"there is no sampling session {session!r}")
-        self._last_seen[str(session).partition(":")[0]] = time.monotonic()
+        self._touch(str(session))
         return found
 
     def path_of(self, sampler: Sampler) -> str | None:
@@ -350,8 +427,10 @@ class Service:
     async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
         """The trainer forgets it; its checkpoints and its weights for sampling stay."""
         _follow(body, {"model_id"})
-        model = self.demand_model(client, body.get("model_id"))
-        return await self._accept(client, "unload_model", model, f"unload:{model}", {})
+        model, key = body.get("model_id"), f"unload:{body.get('model_id')}"
+        if (client, key) not in self._by_key:
+            self.demand_model(client, model)
+        return await self._accept(client, "unload_model", str(model), key, {})
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
         _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
@@ -414,19 +493,21 @@ class Service:
             where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
             raise Refused(404, f"there is no checkpoint {str(path)!r}: {where}")
         partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
-        partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
+            partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             shutil.copytree(source, partial)
             partial.rename(copy)
         except OSError as error:
             shutil.rmtree(partial, ignore_errors=True)
+            if full := full_disk(error):
+                raise self._no_room(full) from error
             raise Refused(409, f"{source} could not be copied, so nothing was loaded: {error}") from error
 
     def _remove_copies(self) -> None:
         """Those that no call needs which the snapshot does not have."""
         needed = {
             call.body["copy"] for call in tuple(self._journal.calls.values())
-            if "copy" in call.body and call.number > self._done.get(call.model, -1)
+            if "copy" in call.body and not self._is_done(call)
         }  # fmt: skip
         for copy in (self._directory / "checkpoints" / SHARED).glob("*"):
             if copy.name not in needed | self._copying and not copy.name.startswith("."):
@@ -491,10 +572,11 @@ class Service:
                     directory = self._directory_of(path)
                     if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
                         await self._remove(directory)
-            if any(saves.ttl or saves.expires for saves in held.saves.values()):
+            if model in self._models and any(saves.ttl or saves.expires for saves in held.saves.values()):
                 for each in self.saved(model):
                     if each.expires is not None and each.expires <= time.time():
-                        await self._delete(held.client, each.path)
+                        with suppress(Refused):  # it has gone, or will when there is room for the journal's line
+                            await self._delete(held.client, each.path)
 
     async def _delete(self, client: str, path: CheckpointPath) -> None:
         body = {"kind": path.kind, "name": path.name}
@@ -517,7 +599,7 @@ class Service:
         """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
         for deletion in tuple(self._deletions):
             before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
-            after_snapshot = (call for call in before if call.number > self._done.get(call.model, -1))
+            after_snapshot = (call for call in before if not self._is_done(call))
             path = CheckpointPath(deletion.model, deletion.body["kind"], deletion.body["name"])
             if not any(_uses(call, path) for call in after_snapshot):
                 directory = self._directory_of(path)
@@ -532,7 +614,7 @@ class Service:
     def _open_session(self, client: str, session: object) -> str:
         found = self.demand_session(client, session)
         if found in self._finished:
-            raise UsageError(f"session {found} is finished; open another")
+            raise Refused(410, _finished(found))
         return found
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
@@ -546,7 +628,7 @@ class Service:
         # The client counts its sampling sessions anew in every repetition, and takes the one that it is given.
         content = {key: value for key, value in body.items() if key not in ("sampling_session", "evicted_for")}
         if kind not in _NO_ACTIVITY:
-            self._last_seen[model.partition(":")[0]] = time.monotonic()
+            self._touch(model)
         async with self._accepting:
             digest = await asyncio.to_thread(_digest, kind, content)
             known = self._by_key.get((client, key))
@@ -558,38 +640,54 @@ class Service:
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
             evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
             self._within_limits(client, kind, model, body, evicted)
-            for name in evicted:
-                owner, by = self._models[name].client, {"evicted_for": client}
-                await self._enter_new(owner, "unload_model", name, f"unload:{name}", _digest("unload_model", {}), by)
-            call = await self._enter_new(client, kind, model, key, digest, body)
+            self.queued.calls[client] += (size := _size(body))  # of a sample that comes meanwhile, too
+            try:
+                unloads = [
+                    (self._models[name].client, "unload_model", name, f"unload:{name}", _digest("unload_model", {}),
+                     {"evicted_for": client}) for name in evicted
+                ]  # fmt: skip
+                call = await self._enter_new(*unloads, (client, kind, model, key, digest, body))
+            finally:
+                self.queued.calls[client] -= size
+            self._leave()
         async with self._changed:
             self._changed.notify_all()
         return call
 
-    async def _enter_new(
-        self, client: str, kind: str, model: str, key: str, digest: str, body: dict[str, Any]
-    ) -> Call:  # fmt: skip
-        call = Call(self._journal.next, client, kind, model, key, digest, body)
-        await asyncio.to_thread(self._journal.accept, call)  # a disk, and a compaction, may take their time
-        self._enter(call)
-        if model in self._models:
-            self._last_calls[model] = time.time()
-        return call
+    async def _enter_new(self, *fields: tuple[str, str, str, str, str, dict[str, Any]]) -> Call:
+        """All, or none (503). The last."""
+        calls = [Call(self._journal.next + i, *each) for i, each in enumerate(fields)]
+        try:
+            await asyncio.to_thread(self._journal.accept, *calls)  # a disk, and a compaction, may take their time
+        except OSError as error:
+            raise self._no_room(error.strerror) from error
+        for call in calls:
+            self._enter(call)
+            if call.model in self._models:
+                self._last_calls[call.model] = time.time()
+        return calls[-1]
+
+    def _no_room(self, why: str | None) -> Refused:
+        return Refused(503, f"the call was not accepted, for {self._directory} cannot be written: {why}; ask again")
 
     def _within_limits(
         self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
     ) -> None:  # fmt: skip
-        if kind == "sampling_session" or (kind != "session" and model not in self._models):
+        # What was there when the call was checked may have left meanwhile.
+        if kind in ("sampling_session", "finish_session") or _makes_a_model(kind, body):
             self._open_session(client, model.partition(":")[0])
+            self._refuse_gone(client, model)
+        elif kind != "session":
+            self.demand_model(client, model)
+        if kind == "sampling_session" and body["model"]:
+            self.demand_checkpoint(client, CheckpointPath(body["model"], SAMPLERS, body["name"]))
         if kind in _BOOKKEEPING or kind == "unload_model":
             return
         if (held := self._models.get(model)) is not None and held.unloaded:
-            why = f" (evicted: its session was idle for {self.limits.session_timeout:g} s)" if held.evicted else ""
-            raise UsageError(
-                f"model {model!r} is unloaded{why}; make another, of one of its checkpoints where it has any"
-            )
+            raise Refused(410, self._unloaded(model, held.evicted))
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
+        self.queued.demand(client, _size(body))
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, parse_path(body["path"], STATES))
@@ -609,11 +707,15 @@ class Service:
         """An accepted call into the books."""
         self._by_key[call.client, call.key] = call
         self._entered = call.number
+        if _GONE in call.body:
+            return
         if call.kind == "session":
             self._sessions[call.model] = call.client
             return
         if call.kind == "finish_session":
             self._finished.add(call.model)
+            for sampler in [name for name in self._samplers if name.startswith(f"{call.model}:")]:
+                del self._samplers[sampler]
             return
         if call.kind == "sampling_session":
             self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
@@ -635,9 +737,39 @@ class Service:
         if call.kind == "unload_model":
             model.unloaded, model.evicted = True, "evicted_for" in call.body
         if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
-            self._waiting.setdefault(call.body.get("evicted_for", call.client), deque()).append(call)
+            self._waiting.setdefault(_for(call), deque()).append(call)
+            self.queued.calls[_for(call)] += _size(call.body)
+
+    def _leave(self) -> None:
+        """What is over leaves the tables. Not while a call is being accepted: it may be about that."""
+        for name, model in list(self._models.items()):
+            is_over = (model.unloaded or model.refused) and model.last <= self._done.get(name, -1)
+            if not is_over or any(saves.names - saves.deleted for saves in model.saves.values()):
+                continue
+            if not any(deletion.model == name for deletion in tuple(self._deletions)) and not any(
+                sampler.model == name for sampler in self._samplers.values()
+            ):  # fmt: skip
+                session, _, number = name.partition(":train:")
+                if session in self._sessions:
+                    self._gone.setdefault(session, {})[number] = model.evicted
+                del self._models[name]
+                self._last_calls.pop(name, None)
+                self._left.add(name)
+        for session in [*self._finished]:
+            own = [(name, each) for name, each in self._models.items() if name.startswith(f"{session}:")]
+            if all((each.unloaded or each.refused) and each.last <= self._done.get(name, -1) for name, each in own):
+                self._finished.discard(session)
+                for table in (self._sessions, self._last_seen, self._gone):
+                    table.pop(session, None)
+                self._left.add(session)
+
+    def _is_done(self, call: Call) -> bool:
+        """Whether the trainer's state has it."""
+        return _GONE in call.body or call.number <= self._done.get(call.model, -1)
 
     def _enter_save(self, call: Call) -> None:
+        if "error" in self._journal.results.get(call.number, {}):
+            return
         model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
         saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
         if "ttl_seconds" in call.body:
@@ -650,6 +782,18 @@ class Service:
         else:
             self._samplers[session] = Sampler(call.client, call.model, name)
 
+    def _forget_save(self, call: Call) -> None:
+        """Of one that failed: its name can be given again."""
+        model, name = self._models.get(call.model), call.body["name"]
+        if model is None:
+            return
+        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
+        saves.names.discard(name)
+        saves.ttl.pop(name, None)
+        self._samplers.pop(call.body.get("sampling_session", ""), None)
+        with suppress(ValueError):
+            model.inflight.remove((call.number, name))
+
     # -- results
 
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
@@ -657,9 +801,9 @@ class Service:
         call, results = self._journal.calls.get(number), self._journal.results
         if call is None or call.client != client or call.kind in _BOOKKEEPING:
             raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
-        if number <= self._done.get(call.model, -1) and number not in results:
+        if self._is_done(call) and number not in results:
             raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
-        self._last_seen[call.model.partition(":")[0]] = time.monotonic()
+        self._touch(call.model)
         try:
             async with asyncio.timeout(seconds), self._changed:
                 await self._changed.wait_for(lambda: number in results)
@@ -689,21 +833,36 @@ class Service:
         job_is_next = True
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: bool(self._replay or self._waiting or self._jobs))
+                await self._changed.wait_for(
+                    lambda: bool(self._replay or self._waiting or self._jobs or self._unwritten)
+                )
             if self._jobs and (job_is_next or not (self._replay or self._waiting)):
                 job_is_next = False
                 await self._do(*self._jobs.popleft())
                 continue
             job_is_next = True
-            call = self._replay.popleft() if self._replay else self._next_call()
-            work = asyncio.to_thread(self._carry_out, call)
+            is_replayed = self._unwritten is None and bool(self._replay)
+            if self._unwritten is not None:
+                await asyncio.sleep(FULL_SECONDS)
+                call, work = self._unwritten[0], asyncio.to_thread(self._finish, *self._unwritten)
+            else:
+                call = self._replay.popleft() if is_replayed else self._next_call()
+                work = asyncio.to_thread(self._carry_out, call)
             carried_out = self._tasks.start(work, f"call {call.number}", awaited=True)
             try:
                 await asyncio.shield(carried_out)
             except asyncio.CancelledError:
                 await carried_out  # its thread goes on, and writes into the journal that is closed next
                 raise
+            if self._unwritten is not None:
+                continue
+            while self._failed_saves:
+                self._forget_save(self._failed_saves.pop())
+            if not is_replayed:
+                self.queued.calls[_for(call)] -= _size(call.body)
             self._follow_compaction()
+            if not self._accepting.locked():  # else it does so itself
+                self._leave()
             async with self._changed:
                 self._changed.notify_all()
 
@@ -752,6 +911,9 @@ class Service:
         return dict(Counter(each.client for each in held if not each.refused and not each.unloaded))
 
     def _carry_out(self, call: Call) -> None:
+        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+            self._carried_out(call)  # before a restart, and the client knows that there is nothing
+            return
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
         self.running, began = call.kind, time.perf_counter()
         samplers = self._directory / "samplers"
@@ -769,26 +931,60 @@ class Service:
             counts["failed"] += 1
             if _makes_a_model(call.kind, call.body):
                 self._models[call.model].refused = True
+        except DiskFull as error:
+            result = {"error": f"SaveFailed: {error}", "category": "server"}
+            counts["failed"] += 1
         finally:
             self.running = ""
             counts["calls"] += 1
             seconds = time.perf_counter() - began
             counts["seconds"] += seconds
         if call.number not in self._journal.results:
+            self._finish(call, result, seconds)
+        else:
+            self._carried_out(call)
+
+    def _finish(self, call: Call, result: dict[str, Any], seconds: float) -> None:
+        try:
             self._journal.finish(call, result)
-            self.history.carried_out(call, result, seconds)
+        except OSError as error:
+            if self._unwritten is None:
+                logger.warning(
+                    "the result of a %s cannot be written to %s (%s): calls wait until it can", call.kind,
+                    self._directory, error.strerror,
+                )  # fmt: skip
+            self._unwritten = call, result, seconds
+            return
+        self._unwritten = None
+        if call.kind in _SAVES and "error" in result:
+            self._failed_saves.append(call)
+        self.history.carried_out(call, result, seconds)
+        self._carried_out(call)
+
+    def _carried_out(self, call: Call) -> None:
         self._done[call.model] = call.number
         self._since_snapshot += 1
         if self._since_snapshot >= self._snapshot_every:
-            self._snapshot()
+            try:
+                with saving("a snapshot", self._directory):
+                    self._snapshot()
+            except DiskFull as error:
+                logger.warning("%s: after a restart more is carried out again", error)
+                self._since_snapshot -= max(1, self._snapshot_every // 10)
 
     def _snapshot(self) -> None:
         """The pointer is written once the directory is whole; the one before it goes last."""
         snapshots = self._directory / "snapshots"
         snapshots.mkdir(mode=0o700, exist_ok=True)
         name = secrets.token_hex(8)
-        self._trainer.snapshot(snapshots / name)
-        write_json_atomic(self._directory / "snapshot.json", {"name": name, "done": self._done}, mode=0o600)
+        try:
+            self._trainer.snapshot(snapshots / name)
+            write_json_atomic(self._directory / "snapshot.json", {"name": name, "done": self._done}, mode=0o600)
+        except OSError:
+            pointer = self._directory / "snapshot.json"
+            if not pointer.exists() or name not in pointer.read_text(encoding="utf-8"):
+                shutil.rmtree(snapshots / name, ignore_errors=True)
+            raise
         self._since_snapshot = 0
         for other in snapshots.iterdir():
             if other.name != name:
@@ -801,22 +997,29 @@ class Service:
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
         of calls that are done and were fetched, and sampling sessions of long ago."""
-        entered, seen = self._entered, (Counter[str](), Counter[str]())
+        left, gone = set(self._left), {session: dict(models) for session, models in tuple(self._gone.items())}
+        entered, seen = self._entered, (Counter[str](), Counter[str]())  # read behind `left`
         calls = {n: call for n, call in tuple(self._journal.calls.items()) if n <= entered}
         now, most = time.monotonic(), RESULTS * self.limits.in_flight
         changed: dict[int, Call | None] = {}
         results: list[int] = []
         floors: dict[str, int] = {}
         for call in reversed(calls.values()):
-            if call.kind == "sampling_session" or call.body.get("sampling_session"):
+            of = call.model.partition(":")[0] if call.kind == "sampling_session" else call.model
+            if (of not in left) and (call.kind == "sampling_session" or call.body.get("sampling_session")):
                 seen[0][call.client] += 1
-            if call.number > self._done.get(call.model, -1) and call.kind not in _BOOKKEEPING:
+            if not self._is_done(call) and call.kind not in _BOOKKEEPING:
                 continue
             has_result = call.kind not in _BOOKKEEPING
             seen[1][call.client] += has_result
             fetched = self._fetched.get(call.number, math.inf)
             asked = has_result and now < fetched + FETCHED_SECONDS and seen[1][call.client] <= most
-            if not asked and not self._in_books(call, seen[0][call.client]):
+            if of in left or _GONE in call.body:
+                if not asked or call.number not in self._journal.results:
+                    changed[call.number] = None
+                elif _GONE not in call.body:
+                    changed[call.number] = replace(call, body={_GONE: True})
+            elif not asked and not self._in_books(call, seen[0][call.client]):
                 changed[call.number] = None
                 if (seq := _seq(call.model, call.key)) < NO_SEQ:
                     floors[call.model] = max(seq, floors.get(call.model, -1))
@@ -824,16 +1027,23 @@ class Service:
                 results.append(call.number)
             elif "proto" in call.body:
                 changed[call.number] = replace(call, body={})
-        self._journal.compact(changed, results, floors)
-        self._compacted = {number: (calls[number], call) for number, call in changed.items()}
+        for name in left:
+            for kind in ("checkpoints", "samplers"):
+                shutil.rmtree(self._directory / kind / name, ignore_errors=True)
+        self._journal.compact(changed, results, floors, gone, left)
+        self._compacted = {number: (calls[number], call) for number, call in changed.items()}, left
 
     def _follow_compaction(self) -> None:
-        for call, kept in self._compacted.values():
+        calls, left = self._compacted
+        for call, kept in calls.values():
             if kept is None:
                 self._forget(call)
             else:
                 self._by_key[kept.client, kept.key] = kept
-        self._compacted = {}
+        for name in left:
+            self._left.discard(name)
+            self._done.pop(name, None)
+        self._compacted = {}, set()
         for number in [each for each in self._fetched if each not in self._journal.results]:
             del self._fetched[number]
 
@@ -841,8 +1051,12 @@ class Service:
         """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
         the newest to this."""
         if call.kind == "checkpoint_ttl":
-            saves, name = self._models[call.model].saves[call.body["kind"]], call.body["name"]
+            if (model := self._models.get(call.model)) is None:  # it leaves just now
+                return True
+            saves, name = model.saves[call.body["kind"]], call.body["name"]
             return name not in saves.deleted and saves.expires.get(name) == call.body["expires"]
+        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+            return False
         if call.kind == "sampling_session" or call.body.get("sampling_session"):
             return samplers <= KEPT_SAMPLERS
         return call.kind not in _OF_THE_TRAINER or _makes_a_model(call.kind, call.body)
@@ -853,7 +1067,7 @@ class Service:
             self._samplers.pop(call.model, None)
         if session := call.body.get("sampling_session"):
             self._samplers.pop(session, None)
-            with suppress(ValueError):
+            with suppress(ValueError, KeyError):
                 self._models[call.model].inflight.remove((call.number, call.body["name"]))
 
     def _recover(self) -> None:
@@ -871,8 +1085,9 @@ class Service:
             self._enter(call)
         # Results stand in the order in which the calls were carried out.
         done_before = (calls[number] for number in self._journal.results)
-        self._replay.extend(call for call in done_before if call.number > self._done.get(call.model, -1))
+        self._replay.extend(call for call in done_before if not self._is_done(call))
         self._remove_deleted()
+        self._leave()
         rank = self.limits.rank
         for name, model in self._models.items():
             if rank is not None and not model.refused and not model.unloaded and trains_all(model.lora) == bool(rank):
@@ -885,6 +1100,15 @@ class Service:
     def close(self) -> None:
         self._journal.close()
         self.history.close()
+
+
+def _check_digits(client: str, nonce: str) -> str:
+    """End of the name of a session: by it a name is known as given to this client, where nothing else knows it."""
+    return hashlib.sha256(f"{client}:{nonce}".encode()).hexdigest()[:8]
+
+
+def _finished(session: object) -> str:
+    return f"session {session} is finished; open another"
 
 
 def _digest(kind: str, content: Mapping[str, Any]) -> str:
@@ -906,6 +1130,18 @@ def _ttl(seconds: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
         raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
     return seconds
+
+
+def _size(body: Mapping[str, Any]) -> int:
+    """Of a call, in bytes as they were sent, or nearly."""
+    if (proto := body.get("proto")) is not None:
+        return len(proto) * 3 // 4 - proto[-2:].count("=")
+    return len(json.dumps(body, separators=(",", ":")))
+
+
+def _for(call: Call) -> str:
+    """The client that waits for it."""
+    return call.body.get("evicted_for", call.client)
 
 
 def _seq(model: str, key: str) -> int:

@@ -76,7 +76,8 @@ class StepOutput:
 
 
 class ServedTrainer(Protocol):
-    """UsageError (nothing has changed then) for a model that is not there or is there already, data and settings that
+    """DiskFull (nothing has changed, and nothing of its name is there) of `save` and `snapshot`.
+    UsageError (nothing has changed then) for a model that is not there or is there already, data and settings that
     do not fit, and what is not supported, by name. PartLost and other errors: the ranks are of no more use; start
     others and `restore` them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import uuid
@@ -18,7 +19,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.replies import QUOTED_CHARACTERS, quote
 from rltool.engines.run_client import Driver
 from rltool.engines.sync_client import send
-from rltool.engines.types import CONTROL_REPLY_BYTES, GenerateRequest, HttpRequest, Routing, SamplingParams
+from rltool.engines.types import CONTROL_REPLY_BYTES, GenerateRequest, HttpRequest, Routing, SamplingParams, TokenStream
 from rltool.errors import EngineError, RltoolError
 from rltool.rollout.rewards.remote import REPLY_BYTES, remote
 from rltool.rollout.sample import Sample, SampleStatus
@@ -87,6 +88,11 @@ def generate(url):
     return asynchronous(lambda c: c.generate(EngineEndpoint(url=url, dialect="vllm"), GENERATION, timeout=60))
 
 
+def stream(url):
+    where = EngineEndpoint(url=url, dialect="vllm")
+    return asynchronous(lambda c: c.stream(where, GENERATION, TokenStream(lambda piece: None), timeout=60))
+
+
 def open_session(url):
     return asynchronous(lambda c: GatewayClient(c, url, "key", seconds=60).open({}))
 
@@ -98,6 +104,7 @@ def probe(url):
 ASKED = {
     "engine": (lambda url, _: probe(url), CONTROL_REPLY_BYTES),
     "generation": (lambda url, _: generate(url), GENERATION.reply_bytes),
+    "stream": (lambda url, _: stream(url), GENERATION.reply_bytes),
     "router": (lambda url, _: send(url, HttpRequest("GET", "/workers"), timeout=60), CONTROL_REPLY_BYTES),
     "gateway": (lambda url, _: open_session(url), CONTROL_REPLY_BYTES),
     "driver": (lambda url, tmp_path: driver(url, tmp_path).status(), CONTROL_REPLY_BYTES),
@@ -111,6 +118,16 @@ def test_an_endless_reply_is_read_up_to_a_limit_that_the_error_names(who, tmp_pa
     with server(*ENDLESS) as endless, pytest.raises(EngineError, match=f"answered with more than {limit:,} bytes"):
         ask(endless.url, tmp_path)
     assert endless.sent < limit + IN_FLIGHT
+
+
+def test_a_stream_ends_at_the_number_of_tokens_that_were_asked_for():
+    choice = {"token_ids": [1], "logprobs": {"content": [{"token_id": 1, "logprob": -1.0}]}}
+    event = b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+    with (
+        server(ENDLESS[0], b"%x\r\n%b\r\n" % (len(event), event)) as endless,
+        pytest.raises(EngineError, match="more than max_tokens"),
+    ):
+        stream(endless.url)
 
 
 @pytest.mark.parametrize("who", ASKED)

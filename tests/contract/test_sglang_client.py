@@ -17,7 +17,15 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.transfer.wire import host_store
-from rltool.engines.types import EngineLoad, GenerateRequest, HttpRequest, SamplingParams, TensorMeta
+from rltool.engines.types import (
+    EngineLoad,
+    GenerateRequest,
+    HttpRequest,
+    SamplingParams,
+    TensorMeta,
+    TokenStream,
+    VersionSpan,
+)
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
 from rltool.weights.transport import Rendezvous, transport
@@ -101,6 +109,45 @@ def test_samples_of_one_prompt_are_distinct_and_the_same_again(engine, key_file)
         assert len({sample.token_ids for sample in first}) == 4
         assert first == again
         assert first[2].logprobs[5] == engine.logprob(seed=5, position=5)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stream_is_the_whole_reply_token_by_token(engine, key_file, incremental):
+    engine.incremental = incremental
+
+    async def scenario(client):
+        [whole] = await client.generate(endpoint(engine, key_file), request(), timeout=SECONDS)
+        engine.seconds, pieces = 0.2, []
+        stream = TokenStream(pieces.append)
+        assert await client.stream(endpoint(engine, key_file), request(), stream, timeout=SECONDS) == whole
+        assert len(pieces) > 2
+        assert [token for piece in pieces for token in piece.token_ids] == [*whole.token_ids]
+        engine.drop_logprobs = True
+        with pytest.raises(MissingLogprobs):
+            await client.stream(endpoint(engine, key_file), request(), TokenStream(print), timeout=SECONDS)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("incremental", [True, False])
+def test_a_stream_goes_on_over_a_sync(engine, key_file, incremental):
+    engine.incremental, engine.seconds = incremental, 4.0  # for 8 tokens
+
+    async def scenario(client):
+        first = asyncio.Event()
+        stream = TokenStream(lambda piece: first.set())
+        asked = asyncio.create_task(client.stream(endpoint(engine, key_file), request(), stream, timeout=SECONDS))
+        await first.wait()
+        known = stream.completion()
+        assert known.versions == (VersionSpan("default", 0, len(known.token_ids)),)
+        trainer = Trainer(client, endpoint(engine, key_file))
+        await trainer.tell([*SPEAKS.pause("keep"), *CONTROL.begin(), *CONTROL.finish("next"), *SPEAKS.resume()])
+        found = await asked
+        assert [span.version for span in found.versions] == ["default", "next"]
+        assert (found.versions[0].end, found.versions[1].end) == (found.versions[1].start, len(found.token_ids))
+        assert len(found.token_ids) == 8 and found.finish_reason == "length"
 
     play(scenario)
 

@@ -17,7 +17,15 @@ from rltool.engines.client import EngineClient
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.lease import ask_lease
-from rltool.engines.types import Completion, EngineLoad, GenerateRequest, Holder, HttpRequest, SamplingParams
+from rltool.engines.types import (
+    Completion,
+    EngineLoad,
+    GenerateRequest,
+    Holder,
+    HttpRequest,
+    SamplingParams,
+    TokenStream,
+)
 from rltool.errors import EngineError, EngineRejected
 from rltool.weights.transport import PausingControl, transport
 from rltool.weights.transports.nccl_vllm import STOCK
@@ -133,6 +141,23 @@ async def generate_of_sglang_gives_the_same_sample(client: EngineClient, engine:
     for a, b in zip(mine, theirs, strict=True):
         assert b.logprobs == pytest.approx(a.logprobs, abs=1e-5)
         assert (b.finish_reason, b.versions) == (a.finish_reason, a.versions)
+
+
+async def a_stream_is_the_whole_reply_in_pieces(client: EngineClient, engine: EngineEndpoint) -> None:
+    """By the plugin's own route, and as through sglang-router."""
+    [whole] = await client.generate(engine, request(), timeout=SECONDS)
+    for route in (engine.model_copy(update=change) for change in ({"plugin": True}, {"dialect": "sglang"})):
+        pieces: list[Completion] = []
+        found = await client.stream(route, request(), TokenStream(pieces.append), timeout=SECONDS)
+        assert (found.token_ids, found.finish_reason, found.versions) == (
+            whole.token_ids, whole.finish_reason, whole.versions,
+        )  # fmt: skip
+        assert found.logprobs == pytest.approx(whole.logprobs, abs=1e-5)
+        assert [token for piece in pieces for token in piece.token_ids] == [*whole.token_ids]
+        too_long = request(prompt_ids=PROMPT * 1000)
+        with pytest.raises(EngineRejected) as refused:
+            await client.stream(route, too_long, TokenStream(pieces.append), timeout=SECONDS)
+        assert refused.value.status == 400
 
 
 async def generate_of_sglang_returns_a_list_for_several_samples(client: EngineClient, engine: EngineEndpoint) -> None:
@@ -414,6 +439,7 @@ CONTRACT = [
     a_prompt_that_was_seen_is_reported_as_cached,
     a_sampling_mask_is_what_top_p_and_top_k_left,
     generate_of_sglang_gives_the_same_sample,
+    a_stream_is_the_whole_reply_in_pieces,
     generate_of_sglang_returns_a_list_for_several_samples,
     a_parameter_that_is_not_known_is_refused_by_name,
     requests_that_cannot_work_are_rejected_with_the_reason,

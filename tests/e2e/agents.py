@@ -64,8 +64,8 @@ async def with_openai(task: Any) -> float:
 
 
 async def with_pictures(task: Any) -> float:
-    """A turn for each of the row's pictures, a data URL. A model without training writes a placeholder now and then,
-    behind which no picture may come."""
+    """A turn for each of the row's pictures, a data URL, the first one streamed. A model without training writes a
+    placeholder now and then, behind which no picture may come."""
     import openai
 
     said: list[str] = []
@@ -75,11 +75,16 @@ async def with_pictures(task: Any) -> float:
             picture = {"type": "image_url", "image_url": {"url": url}}
             messages.append({"role": "user", "content": [{"type": "text", "text": "see"}, picture]})
             try:
-                reply = await client.chat.completions.create(model=task.model, messages=messages)
+                if said:
+                    reply = await client.chat.completions.create(model=task.model, messages=messages)
+                    text = reply.choices[0].message.content or ""
+                else:
+                    events = await client.chat.completions.create(model=task.model, messages=messages, stream=True)
+                    text = "".join([event.choices[0].delta.content or "" async for event in events])
             except openai.BadRequestError as error:
                 if error.code != "sampled_placeholder":
                     raise
                 break
-            said.append(reply.choices[0].message.content or "")
+            said.append(text)
             messages.append({"role": "assistant", "content": said[-1]})
     return worth(said)

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import openai
 import psutil
 import pytest
 import torch
@@ -26,7 +29,7 @@ from rltool.engines.fleet.fleet import Fleet
 from rltool.engines.fleet.resume import TRANSFER_GROUP as GROUP
 from rltool.engines.fleet.resume import resume_engines
 from rltool.engines.transfer.wire import host_store
-from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest
+from rltool.engines.types import Completion, EngineInfo, Holder, HttpRequest, SamplingParams
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineRejected
 from rltool.training.checks.preflight import with_model_config
@@ -35,6 +38,7 @@ from rltool.weights.sync import SyncDeadlines, WeightSync
 from rltool.weights.sync_report import SyncReport
 from rltool.weights.transport import Backend, Rendezvous, transport
 from rltool.weights.verify.values import ValueCheck
+from tests.contract.gateway.running import Gateway
 from tests.e2e.engines import RunningEngine
 from tests.e2e.hf_ranks import HfRanks
 from tests.e2e.weights import PROMPT, hf_logprobs, mean_difference, new_request, perturbed_model
@@ -210,6 +214,68 @@ def test_a_request_in_flight_over_a_sync_has_the_logprobs_of_the_weights_that_sa
                 versions=(),
             )
             assert mean_difference(model, part, prompt=PROMPT + sample.token_ids[: span.start]) < EQUAL
+
+    play(scenario)
+
+
+@pytest.mark.long
+def test_a_gateway_s_stream_over_a_sync_is_recorded_with_both_versions_and_one_that_is_cancelled_with_its_own(
+    engine, play, tmp_path, monkeypatch
+):
+    without_end = partial(SamplingParams, ignore_eos=True)
+    monkeypatch.setattr("rltool.gateway.turns.SamplingParams", lambda stop_token_ids, **rest: without_end(**rest))
+    begun, events = threading.Event(), []
+
+    def listen(session: dict[str, Any], most: float) -> None:
+        with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as gpt:
+            said = gpt.completions.create(model="policy", prompt=[*PROMPT], max_tokens=LONG, stream=True)
+            events.clear()
+            for event in said:
+                events.append(event.choices[0].text)
+                if len(events) == 4:
+                    begun.set()
+                if len(events) >= most:
+                    said.close()
+                    break
+
+    def parts(gateway: Gateway, session: dict[str, Any]) -> list[tuple[str, Completion, tuple[int, ...]]]:
+        """(version, its tokens, all before them) of the session's only turn."""
+        [found] = gateway.record(session)["trajectories"]
+        ids, logprobs = tuple(found["token_ids"]), tuple(found["logprobs"])
+        spans = [(s["version"], s["start"], s["end"]) for s in found["versions"]]
+        assert [end for *_, end in spans[:-1]] == [start for _, start, _ in spans[1:]]
+        assert (spans[0][1], spans[-1][2], found["loss_mask"][spans[0][1] :]) == (
+            len(PROMPT), len(ids), [1] * (len(ids) - len(PROMPT)),
+        )  # fmt: skip
+        return [(v, Completion(ids[a:b], logprobs[a:b], "stop"), ids[:a]) for v, a, b in spans]
+
+    async def scenario(trainer: Trainer):
+        old, new = (perturbed_model(engine.launch.model, seed=seed) for seed in (21, 22))
+        first_version = await trainer.push(old)
+        options = dict(dialect="sglang", plugin=False, engine_key=trainer.where.key_file)
+        with Gateway(tmp_path, engine.launch.model, [engine], **options) as gateway:
+            session, cancelled = gateway.open(), gateway.open()
+            listening = asyncio.create_task(asyncio.to_thread(listen, session, LONG + 1))
+            assert await asyncio.to_thread(begun.wait, SECONDS)
+            await trainer.run(SPEAKS.pause("keep"))  # before the sync does it again, so that it holds in the middle
+            assert not listening.done()
+            second_version = await trainer.push(new)
+            await listening
+            assert len(events) > LONG / 2
+            (before, one, prompt), (after, other, longer) = parts(gateway, session)
+            assert (before, after, len(one.token_ids) + len(other.token_ids)) == (first_version, second_version, LONG)
+            assert mean_difference(old, one, prompt=prompt) < EQUAL
+            assert mean_difference(new, other, prompt=longer) < EQUAL
+            assert mean_difference(old, other, prompt=longer) > DIFFERENT
+
+            await asyncio.to_thread(listen, cancelled, 20)
+            while not gateway.record(cancelled)["turns"]:
+                await asyncio.sleep(0.05)
+            [(version, kept, prompt)] = parts(gateway, cancelled)
+            assert version == second_version and 10 < len(kept.token_ids) < LONG
+            assert mean_difference(new, kept, prompt=prompt) < EQUAL
+            while (await trainer.client.load(trainer.where)).running:
+                await asyncio.sleep(0.05)
 
     play(scenario)
 

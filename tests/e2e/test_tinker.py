@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,13 @@ def model(tmp_path_factory):
     return save_hf(tmp_path_factory.mktemp("qwen3"), "qwen3", tied=True)
 
 
+SMALL_DISK = 'mkdir -p "$0" && mount -t tmpfs -o size=16m none "$0" || exit 99; exec "$@"'
+"""For a server's journal; in a namespace that ends with it."""
+
+
 class Server:
+    wrapped_in: tuple[str, ...] = ()
+
     def __init__(self, model: Path, directory: Path, name: str) -> None:
         self.model, self.directory, self.port, self.name = model, directory, free_port(), name
         self.keys = directory / "keys"
@@ -56,7 +62,7 @@ class Server:
     def start(self) -> None:
         arguments = [self.model, self.directory / "calls", self.keys, self.port, self.name]
         with (self.directory / "server.log").open("ab") as log:
-            command = [sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
+            command = [*self.wrapped_in, sys.executable, "-m", "tests.e2e.tinker_server", *map(str, arguments)]
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         while True:
             assert self.process.poll() is None, (self.directory / "server.log").read_text()[-4000:]
@@ -67,9 +73,12 @@ class Server:
 
     def requests(self) -> dict[str, int]:
         """Of its process, by route."""
+        return self.status()["requests"]
+
+    def status(self) -> dict[str, Any]:
         asked = urllib.request.Request(f"{self.url}/status", headers={"Authorization": f"Bearer {WATCH_KEY}"})
         with urllib.request.urlopen(asked, timeout=60) as answer:
-            return json.load(answer)["requests"]
+            return json.load(answer)
 
     def kill(self) -> None:
         assert self.process is not None
@@ -210,3 +219,46 @@ def test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have
         reading.join()
     assert sum(line.startswith("step") for line in errors) == 8, errors[-20:]
     assert json.loads(out.removeprefix("RESULT ")) == undisturbed
+
+
+def test_on_a_disk_that_is_full_for_a_while_the_client_trains_as_it_would_have(model, tmp_path, undisturbed):
+    """First it takes no call, then no snapshot of the rank."""
+    server = Server(model, tmp_path, "tiny")
+    calls = tmp_path / "calls"
+    server.wrapped_in = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", SMALL_DISK, str(calls))
+    server.start()
+    try:
+        assert server.process is not None
+        ballast = Path(f"/proc/{server.process.pid}/root{calls}/ballast")
+        client = start_client(server, "alice", "steps")
+        assert client.stderr is not None
+        for line in client.stderr:
+            if line.startswith("step 1"):
+                with suppress(OSError), ballast.open("ab", 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                break
+        reading = threading.Thread(target=client.stderr.read)
+        reading.start()
+        wait_for(lambda: "alice" in server.status()["refused"])
+        os.truncate(ballast, ballast.stat().st_size - 65536)
+        log = tmp_path / "server.log"
+        wait_for(lambda: "a snapshot was not written to" in log.read_text())
+        assert len([*ballast.parent.joinpath("snapshots").iterdir()]) <= 1, "nothing is left of it"
+        ballast.unlink()
+        assert client.stdout is not None
+        out = client.stdout.read()
+        client.wait(timeout=60)
+        reading.join()
+        assert json.loads(out.removeprefix("RESULT ")) == undisturbed
+        assert "No space left on device" in log.read_text() and server.process.poll() is None
+    finally:
+        server.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not come")

@@ -25,6 +25,7 @@ from rltool.engines.types import (
     GenerateRequest,
     HttpRequest,
     TokenScores,
+    TokenStream,
 )
 from rltool.errors import EngineError
 
@@ -114,9 +115,10 @@ class Generates(Protocol):
         request, has none."""
         return None
 
-    def parse_event(self, event: Any) -> Completion:
+    def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
         """What an event brings: its tokens and log-probabilities alone, and the versions of all tokens so far where the
-        server says them; finish_reason "abort" where it is not the last. EngineError or MissingLogprobs."""
+        server says them; finish_reason "abort" where it is not the last. so_far: what came before. Raises what
+        parse_generate does, and EngineRejected for a request that is refused within its stream."""
         raise EngineError("this kind of server is not asked for streams")
 
     def request_ids(self, request: GenerateRequest) -> list[str]:

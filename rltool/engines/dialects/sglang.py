@@ -30,6 +30,7 @@ from rltool.engines.dialects.protocol import (
 from rltool.engines.dialects.routed_experts import from_int32
 from rltool.engines.dialects.sglang_launch import SglangLaunching
 from rltool.engines.dialects.supported import has
+from rltool.engines.replies import failure_within
 from rltool.engines.types import (
     SEED_MODULUS,
     TEXT_ALONE,
@@ -41,11 +42,12 @@ from rltool.engines.types import (
     EngineRole,
     GenerateRequest,
     HttpRequest,
+    TokenStream,
     VersionSpan,
     json_list,
     json_object,
 )
-from rltool.errors import EngineError, UsageError
+from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = "/generate"
 
@@ -148,6 +150,36 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
         if len(replies) != request.n:
             raise EngineError(f"{GENERATE_PATH} gave {len(replies)} replies where {request.n} samples were asked for")
         return [with_routed_experts(parse_reply(reply), reply, request) for reply in replies]
+
+    def stream(self, request: GenerateRequest) -> HttpRequest | None:
+        if request.n > 1 or request.routing is not None:
+            return None
+        [http] = self.generate(request)
+        return replace(http, body=http.body | {"stream": True})
+
+    def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
+        """output_ids and output_token_logprobs are those of the whole response so far, or with
+        --incremental-streaming-output the new ones; of an abort that comes while it waits, the last once more.
+        completion_tokens counts all of them."""
+        if "error" in event:
+            raise failure_within(GENERATE_PATH, event["error"], begun=bool(so_far.token_ids))
+        meta, token_ids, came = event["meta_info"], event["output_ids"], len(so_far.token_ids)
+        end: Mapping[str, Any] = meta.get("finish_reason") or {"type": "abort"}
+        if (end.get("status_code") or 0) >= 400:
+            refused = {"message": end.get("message"), "code": end["status_code"]}
+            raise failure_within(GENERATE_PATH, refused, begun=came > 0)
+        size = max(meta["completion_tokens"], len(token_ids))
+        new, is_whole = size - came, len(token_ids) == size
+        if new < 0 or (new and not is_whole and len(token_ids) != new):
+            raise EngineError(f"{GENERATE_PATH} sent {len(token_ids)} tokens of {size} behind the first {came}")
+        if is_whole and token_ids[:came] != so_far.token_ids:
+            raise EngineError(f"{GENERATE_PATH} changed tokens of a stream that it had sent")
+        entries: Sequence[Any] = meta.get("output_token_logprobs") or ()
+        if len(entries) != len(token_ids) and new:
+            raise MissingLogprobs(f"{GENERATE_PATH} sent {len(token_ids)} tokens, {len(entries)} log-probabilities")
+        latest = len(token_ids) - new
+        spans = _spans(meta, size) if meta.get("finish_reason") else _spans_so_far(meta, size, so_far)
+        return _completion(token_ids[latest:], entries[latest:] if new else (), end, spans, meta)
 
     # -- probing
 
@@ -306,19 +338,28 @@ def parse_reply(reply: Any) -> Completion:
     meta = json_object(sample.get("meta_info"))
     if not meta or "output_ids" not in sample:
         raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
-    reason = json_object(meta.get("finish_reason")).get("type")
-    if reason not in ("stop", "length", "abort"):
-        raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {meta.get('finish_reason')!r}")
-    token_ids = tuple(sample["output_ids"])
+    token_ids = sample["output_ids"]
     entries: Sequence[Any] = meta.get("output_token_logprobs") or ()
+    end = json_object(meta.get("finish_reason"))
+    return _completion(token_ids, entries, end, _spans(meta, len(token_ids)), meta)
+
+
+def _completion(
+    token_ids: Sequence[int], entries: Sequence[Any], end: Mapping[str, Any], spans: tuple[VersionSpan, ...],
+    meta: Mapping[str, Any],
+) -> Completion:  # fmt: skip
+    """entries: (log-probability, token, text) of each; end: the finish_reason."""
+    reason = end.get("type")
+    if reason not in ("stop", "length", "abort"):
+        raise EngineError(f"{GENERATE_PATH} ended a sample with finish_reason {dict(end)!r}")
     for position, (token_id, entry) in enumerate(zip(token_ids, entries, strict=False)):
         if entry[1] != token_id:
             raise EngineError(
                 f"log-probability {position} is that of token {entry[1]}, the sampled token is {token_id}"
             )
     return Completion(
-        token_ids, tuple(entry[0] for entry in entries), reason, _spans(meta, len(token_ids)),
-        cached_tokens=meta.get("cached_tokens"), drafts=_drafts(meta),
+        tuple(token_ids), tuple(entry[0] for entry in entries), reason, spans, cached_tokens=meta.get("cached_tokens"),
+        drafts=_drafts(meta),
     )  # fmt: skip
 
 
@@ -349,6 +390,17 @@ def _spans(meta: Mapping[str, Any], length: int) -> tuple[VersionSpan, ...]:
         return tuple(VersionSpan(span["version"], span["start"], span["end"]) for span in spans)
     version = meta.get("weight_version")
     return (VersionSpan(version, 0, length),) if version is not None and length else ()
+
+
+def _spans_so_far(meta: Mapping[str, Any], size: int, so_far: TokenStream) -> tuple[VersionSpan, ...]:
+    """Of a response that goes on. SGLang has spans of its whole alone, and says which weights it has now: those are the
+    tokens' as long as it has said nothing else. After a weight update some of them may have waited for their way here,
+    and their weights are not known until the end."""
+    if meta.get("weight_versions"):
+        return _spans(meta, size)
+    version, came = meta.get("weight_version"), len(so_far.token_ids)
+    is_first_still = not came or so_far.versions == (VersionSpan(str(version), 0, came),)
+    return (VersionSpan(version, 0, size),) if version is not None and size and is_first_still else ()
 
 
 def _memory_of(tags: Sequence[MemoryTag]) -> list[str]:

@@ -71,6 +71,7 @@ class SglangLaunching(Launches):
         # server.
         argv += ["--skip-server-warmup"]
         argv += ["--enable-metrics"]  # else it has no /metrics
+        argv += ["--incremental-streaming-output"]  # else each event of a stream has all tokens before it, too
         if launch.task == "classify":
             argv += ["--is-embedding"]
         if launch.return_routed_experts:

@@ -29,6 +29,7 @@ from rltool.engines.dialects.routed_experts import from_npy
 from rltool.engines.dialects.sampling_mask import find_mask, logprobs_of
 from rltool.engines.dialects.vllm_launch import MAX_N_PER_REQUEST, VllmLaunching
 from rltool.engines.plugin import routes, sglang_api
+from rltool.engines.replies import failure_within
 from rltool.engines.types import (
     SEED_MODULUS,
     Completion,
@@ -40,6 +41,7 @@ from rltool.engines.types import (
     HttpRequest,
     Lease,
     Tally,
+    TokenStream,
     VersionSpan,
     json_list,
     json_object,
@@ -116,14 +118,16 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
         return HttpRequest("POST", self.generate_path, body)
 
     def stream(self, request: GenerateRequest) -> HttpRequest | None:
-        if request.n > 1 or request.pictures or request.routing is not None or request.sampling.return_sampling_mask:
+        if request.n > 1 or request.routing is not None or request.sampling.return_sampling_mask:
             return None
         http = self._generate_chunk(request, 0, 1)
         return replace(http, body=http.body | {"stream": True})
 
-    def parse_event(self, event: Any) -> Completion:
+    def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
         if "error" in event:
-            raise EngineError(f"{self.generate_path} failed within a stream: {event['error']}")
+            raise failure_within(self.generate_path, event["error"], begun=bool(so_far.token_ids))
+        if request.pictures and not so_far.token_ids:
+            _check_prompt(request, event.get("prompt_token_ids"))
         [choice] = event["choices"]
         choice = choice | {"finish_reason": choice.get("finish_reason") or "abort"}
         # A server with an earlier plugin streams in vLLM's own form.

@@ -59,13 +59,13 @@ class ArrayServing(ServingTokens):
             return super().serve_tokens_stream_generator(
                 request, result_generator, request_id, model_name, request_metadata
             )
-        return self._array_events(result_generator, request_id)
+        return self._array_events(result_generator, request_id, with_prompt=bool(request.return_token_ids))
 
     async def _array_events(
-        self, result_generator: AsyncGenerator[Any, None], request_id: str
+        self, result_generator: AsyncGenerator[Any, None], request_id: str, *, with_prompt: bool
     ) -> AsyncGenerator[str, None]:
         """Of one sample: choices as in the whole reply, with its new tokens alone, the versions of all so far, and a
-        finish_reason in the last."""
+        finish_reason in the last. prompt_token_ids: in the first, as in the whole reply."""
         try:
             async for result in result_generator:
                 for output in result.outputs:
@@ -74,9 +74,12 @@ class ArrayServing(ServingTokens):
                     if output.finish_reason is None:
                         choice["finish_reason"] = None
                         choice["weight_versions"] = versions_so_far(self.engine_client, request_id)
-                    yield f"data: {json.dumps({'choices': [choice]})}\n\n"
+                    event: dict[str, Any] = {"choices": [choice]}
+                    if with_prompt:
+                        event["prompt_token_ids"], with_prompt = list(result.prompt_token_ids), False
+                    yield f"data: {json.dumps(event)}\n\n"
         except Exception as error:  # the status has been sent
-            yield f"data: {json.dumps({'error': f'{type(error).__name__}: {error}'})}\n\n"
+            yield f"data: {self.create_streaming_error_response(error)}\n\n"
         yield "data: [DONE]\n\n"
 
     async def serve_tokens_full_generator(

@@ -147,9 +147,10 @@ class ServerMiddleware:
             wanted = sglang_api.to_vllm(await request.json())
         except ValueError as error:  # BadRequest, or no JSON at all
             return Reply(400, {"error": {"message": str(error), "type": "BadRequestError", "code": 400}})
-        status, reply = await call_app(
-            self._app, _wanting_arrays(request.scope), request.receive, sglang_api.VLLM_PATH, wanted
-        )
+        scope = _wanting_arrays(request.scope)
+        if wanted.get("stream"):
+            return _Streamed(partial(self._app, *_inner(scope, request.receive, sglang_api.VLLM_PATH, wanted)), wanted)
+        status, reply = await call_app(self._app, scope, request.receive, sglang_api.VLLM_PATH, wanted)
         if status != 200:
             return Response(reply, status, media_type="application/json")
         return Reply(200, sglang_api.from_vllm(wanted, json.loads(reply)))
@@ -254,27 +255,8 @@ class ServerMiddleware:
 
 
 async def call_app(app: ASGIApp, scope: Scope, receive: Receive, path: str, content: Any) -> tuple[int, bytes]:
-    """POST `content` to the app's own route `path` in this process, as a part of the request `scope`: (status, body).
-
-    The caller has read the body of its request; what `receive` still yields is the client's disconnect, which the route
-    sees, so that an abandoned generation is aborted.
-    """
-    body = json.dumps(content).encode()
-    inner = {**scope, **_path(path), "method": "POST", "query_string": b""}
-    inner["headers"] = [
-        *((key, value) for key, value in scope["headers"] if key not in REPLACED_HEADERS),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    given = False
+    """POST `content` to the app's own route `path` in this process, as a part of request `scope`: (status, body)."""
     status, parts = 500, []
-
-    async def inner_receive() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
 
     async def inner_send(message: Message) -> None:
         nonlocal status
@@ -283,8 +265,51 @@ async def call_app(app: ASGIApp, scope: Scope, receive: Receive, path: str, cont
         elif message["type"] == "http.response.body":
             parts.append(message.get("body", b""))
 
-    await app(inner, inner_receive, inner_send)
+    await app(*_inner(scope, receive, path, content), inner_send)
     return status, b"".join(parts)
+
+
+class _Streamed(Response):
+    """What vLLM's token route streams, in SGLang's form; its refusals as they are. call: the app but for `send`."""
+
+    def __init__(self, call: Callable[[Send], Awaitable[None]], wanted: dict[str, Any]) -> None:
+        super().__init__()
+        self._call, self._events = call, sglang_api.Events(wanted)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        streams = False
+
+        async def translated(message: Message) -> None:
+            nonlocal streams
+            if message["type"] == "http.response.start":
+                streams = message["status"] == 200
+            elif streams:
+                message = {**message, "body": self._events.feed(message.get("body", b""))}
+            await send(message)
+
+        await self._call(translated)
+
+
+def _inner(scope: Scope, receive: Receive, path: str, content: Any) -> tuple[Scope, Receive]:
+    """The caller has read the body of its request; what `receive` still yields is the client's disconnect, which the
+    route sees, so that an abandoned generation is aborted."""
+    body = json.dumps(content).encode()
+    inner = {**scope, **_path(path), "method": "POST", "query_string": b""}
+    inner["headers"] = [
+        *((key, value) for key, value in scope["headers"] if key not in REPLACED_HEADERS),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    given = False
+
+    async def inner_receive() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return inner, inner_receive
 
 
 async def _json_of(request: Request) -> Any:

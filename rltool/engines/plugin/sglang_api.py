@@ -7,6 +7,7 @@ would sample otherwise.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -41,10 +42,10 @@ SAMPLING_NAMES = {
 TEXT_ONLY = frozenset({"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim"})
 """Sampling parameters that shape the text alone, which is empty here: token ids come back."""
 
-KNOWN_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "rid", "lora_path"})
+KNOWN_FIELDS = frozenset({"input_ids", "sampling_params", "return_logprob", "rid", "lora_path", "stream"})
 EMPTY = (None, False, "", [], {})
 """A field that is not supported may be present with one of these: routers write out their defaults."""
-HARMLESS = {"logprob_start_len": (-1,), "top_logprobs_num": (0,), "log_metrics": (True,), "stream": (False,)}
+HARMLESS = {"logprob_start_len": (-1,), "top_logprobs_num": (0,), "log_metrics": (True,)}
 """Further fields with the values that ask for nothing."""
 
 
@@ -70,6 +71,10 @@ def to_vllm(body: Any) -> dict[str, Any]:
         if not isinstance(rid, str):
             raise BadRequest("'rid' must be a string")
         request["request_id"] = rid
+    if body.get("stream"):
+        if request["sampling_params"].get("n", 1) > 1:
+            raise BadRequest("'stream' is supported for one sample alone")
+        request["stream"] = True
     adapter = body.get("lora_path")
     if adapter:
         if not isinstance(adapter, str):
@@ -103,6 +108,35 @@ def from_vllm(request: Mapping[str, Any], reply: Mapping[str, Any]) -> dict[str,
         _sample(request, reply, choice) for choice in sorted(reply["choices"], key=lambda choice: choice["index"])
     ]
     return samples if request["sampling_params"].get("n", 1) > 1 else samples[0]
+
+
+class Events:
+    """The events of vLLM's route as SGLang's with --incremental-streaming-output: each with its new tokens alone.
+    `request` is what to_vllm made."""
+
+    def __init__(self, request: Mapping[str, Any]) -> None:
+        self._request, self._rest, self._tokens = request, b"", 0
+
+    def feed(self, data: bytes) -> bytes:
+        """What the next bytes of vLLM's route become."""
+        *events, self._rest = (self._rest + data).split(b"\n\n")
+        return b"".join(self._event(event) for event in events)
+
+    def _event(self, event: bytes) -> bytes:
+        if event == b"data: [DONE]":
+            return event + b"\n\n"
+        found = json.loads(event.removeprefix(b"data: "))
+        if "error" not in found:
+            [choice] = found["choices"]
+            sample = _sample(self._request, found, choice)
+            meta = sample["meta_info"]
+            meta["completion_tokens"] = self._tokens = self._tokens + len(sample["output_ids"])
+            if choice["finish_reason"] is None:
+                meta["finish_reason"] = None
+            elif choice["finish_reason"] == "length":
+                meta["finish_reason"]["length"] = self._tokens
+            found = sample
+        return b"data: " + json.dumps(found).encode() + b"\n\n"
 
 
 def _sample(request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mapping[str, Any]) -> dict[str, Any]:

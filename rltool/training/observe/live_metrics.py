@@ -17,7 +17,10 @@ _LABELLED = (
     (re.compile(r"eval/(?P<set>.+)/(?P<name>[^/]+)"), "eval/"),
     (re.compile(r"rollout/category/(?P<category>.+)/(?P<name>[^/]+)"), "rollout/category_"),
     (re.compile(r"rollout/(?P<name>zero_std_groups)/(?P<reward>.+)"), "rollout/"),
-    (re.compile(r"served/(?P<name>waiting|models|samples_in_flight|refused_total)/(?P<client>.+)"), "served_"),
+    (
+        re.compile(r"served/(?P<name>waiting|queued_bytes|models|samples_in_flight|refused_total)/(?P<client>.+)"),
+        "served_",
+    ),
     (re.compile(r"served/(?P<name>\w+_total)/(?P<kind>\w+)"), "served_"),
 )
 """Metrics with a name of the user's own in the middle: that becomes a label, as Prometheus wants it."""

@@ -18,6 +18,7 @@ from rltool.checkpoints.torch_dist import load_adapters, load_checkpoint, load_w
 from rltool.config.sections import LoraConfig
 from rltool.errors import UsageError
 from rltool.megatron.served import ServedModel
+from rltool.processes.files import saving
 
 
 class ServedRank:
@@ -57,13 +58,14 @@ class ServedRank:
 
     def save(self, name: str, directory: Path, *, optimizer: bool, step: int) -> None:
         self._model.use(name)
-        if optimizer:
-            self._saver.save(directory, {"step": step})
-            self._saver.wait()
-        elif self._model.lora.rank:
-            self.export_adapter(name, directory)
-        else:
-            export_hf(self._model, directory)
+        with saving(f"what is saved of {name!r}", directory):
+            if optimizer:
+                self._saver.save(directory, {"step": step})
+                self._saver.wait()
+            elif self._model.lora.rank:
+                self.export_adapter(name, directory)
+            else:
+                export_hf(self._model, directory)
 
     def load(self, name: str, directory: Path, *, optimizer: bool) -> int:
         """Returns the steps that the model's optimizer has made."""
@@ -101,10 +103,11 @@ class ServedRank:
                 directories.write_text(partial / name, content)
             directories.commit(partial, directory)
 
-        runtime.on_rank_zero(lambda: directories.begin(directory), f"creating {directory}")
         try:
-            runtime.on_every_rank(lambda: self._model.save_all(self._file(partial)), f"writing {directory}")
-            runtime.on_rank_zero(finish, f"writing {directory}")
+            with saving("a snapshot", directory):
+                runtime.on_rank_zero(lambda: directories.begin(directory), f"creating {directory}")
+                runtime.on_every_rank(lambda: self._model.save_all(self._file(partial)), f"writing {directory}")
+                runtime.on_rank_zero(finish, f"writing {directory}")
         except BaseException:
             if self._model.coordinates.rank == 0:
                 directories.abandon(partial)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 WAIT_SECONDS = 60.0
@@ -157,6 +157,16 @@ class Batch:
         """What this request has so far; 0 also of one that has ended."""
         now = time.monotonic()
         return next((r.tokens(now) for r in self._requests if r.request_id == request_id), 0)
+
+    def so_far(self, request_id: str) -> list[Any]:
+        """The batch's state at each token that this request has; [] also of one that has ended."""
+        now = time.monotonic()
+        for request in self._requests:
+            if request.request_id == request_id and request.started:
+                seen = replace(request, stretches=list(request.stretches))
+                seen.halt(now)
+                return self._states(seen, request.tokens(now))
+        return []
 
     def holds(self, request_id: str) -> bool:
         return any(request.request_id == request_id for request in self._requests)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import math
 import pickle
 import threading
 import uuid
@@ -57,7 +59,8 @@ class FakeSglang:
     cpu_backup, role (disaggregation_mode), bootstrap_port: its flags; asleep: the tags of the memory that it has given
     back; routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts); rooms: where it
     met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
-    generates. dp: replicas, with which the real one knows no update groups (an assertion, so a 500).
+    generates. dp: replicas, with which the real one knows no update groups (an assertion, so a 500). incremental:
+    --incremental-streaming-output; says: every response in full; None: tokens of its seed.
     """
 
     seconds: float = 0.0
@@ -86,6 +89,9 @@ class FakeSglang:
     role: str = "null"
     bootstrap_port: int = 8998
     routing: Routing | None = None
+    incremental: bool = True
+    says: list[int] | None = None
+    vocab_size: int = VOCAB_SIZE
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -146,6 +152,11 @@ class FakeSglang:
     def _changed(self) -> None:
         """Tokens from now on come from other weights, or under another name of theirs."""
         self.batch.note((self.weight_version, dict(self.weights)))
+
+    def hurry(self) -> None:
+        """From a test: what is being generated ends at once."""
+        self.seconds = 0.0
+        self._loop.call_soon_threadsafe(self.batch.hurry)
 
     # -- the server
 
@@ -240,7 +251,7 @@ class FakeSglang:
         }
         if unknown:
             return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)
-        if any(not 0 <= token < VOCAB_SIZE for token in body["input_ids"]):
+        if any(not 0 <= token < self.vocab_size for token in body["input_ids"]):
             await self._die()  # on a CPU the real one dies of it
         while self.batch.paused:  # its front end holds it back, and does not know its id yet
             await asyncio.sleep(0.001)
@@ -252,7 +263,7 @@ class FakeSglang:
         if self.role != "null" and body.get("bootstrap_room") is None:
             message = "Invalid request: Disaggregated request received without bootstrap room id."
             return web.json_response({"error": {"message": message}}, status=400)
-        seed, limit = sampling.get("sampling_seed", 42), sampling["max_new_tokens"]
+        limit = min(sampling["max_new_tokens"], len(self.says) if self.says is not None else math.inf)
         meets = self.role != "null" and body["bootstrap_host"] != rooms.NOWHERE
         room = (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"]) if meets else None
         if room is not None:
@@ -268,19 +279,57 @@ class FakeSglang:
                 prompt_length=len(body["input_ids"]),
             )
         )
+        if body.get("stream"):
+            return web.Response(body=self._events(body, limit, generating), content_type="text/event-stream")
         generated = await (generating if self.notices_disconnects else asyncio.shield(generating))
-        tokens = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(generated.states))]
-        logprobs = [_logprob(weights, seed, position) for position, (_, weights) in enumerate(generated.states)]
         if room and self.role == "prefill":
             await rooms.offer(room, dict(self.weights), lambda: self.batch.paused)
+        reply = self._reply(body, limit, generated.states)
         if cache is not None and any(weights != cache for _, weights in generated.states):
-            logprobs = [value - 1.0 for value in logprobs]  # it attends to keys and values of other weights
+            for entry in reply["meta_info"]["output_token_logprobs"]:
+                entry[0] -= 1.0  # it attends to keys and values of other weights
+        return web.json_response(reply)
+
+    async def _events(self, body: dict[str, Any], limit: int, generating: asyncio.Future[Any]) -> Any:
+        """What has come whenever there is more, then the end, which alone has the spans of versions."""
+        sent = 0
+
+        def event(states: list[Any], *, ended: bool) -> bytes:
+            reply = self._reply(body, limit, states)
+            meta = reply["meta_info"]
+            if not ended:
+                meta["finish_reason"] = None
+                meta.pop("weight_versions", None)
+            if self.incremental:
+                reply["output_ids"] = reply["output_ids"][sent:]
+                if "output_token_logprobs" in meta:
+                    meta["output_token_logprobs"] = meta["output_token_logprobs"][sent:]
+            return b"data: " + json.dumps(reply).encode() + b"\n\n"
+
+        try:
+            while not generating.done():
+                states = self.batch.so_far(body["rid"])
+                if len(states) > sent:
+                    yield event(states, ended=False)
+                    sent = len(states)
+                await asyncio.sleep(0.001)
+            yield event(generating.result().states, ended=True) + b"data: [DONE]\n\n"
+        finally:
+            generating.cancel()
+
+    def _reply(self, body: dict[str, Any], limit: int, states: list[Any]) -> dict[str, Any]:
+        seed = body["sampling_params"].get("sampling_seed", 42)
+        said = [zlib.crc32(f"{seed} {position}".encode()) % VOCAB_SIZE for position in range(len(states))]
+        tokens = said if self.says is None else self.says[: len(states)]
+        logprobs = [_logprob(weights, seed, position) for position, (_, weights) in enumerate(states)]
+        end = "stop" if self.says == tokens else "length"
         meta = {
             "id": body["rid"],
-            "finish_reason": {"type": "abort" if len(tokens) < max(limit, 1) else "length"},
+            "finish_reason": {"type": "abort" if len(tokens) < max(limit, 1) else end},
             "weight_version": self.weight_version,
-            "weight_versions": version_spans([version for version, _ in generated.states]),
+            "weight_versions": version_spans([version for version, _ in states]),
             "output_token_logprobs": [[value, token, None] for value, token in zip(logprobs, tokens, strict=True)],
+            "completion_tokens": len(tokens),
         }
         if not self._since(19):
             del meta["weight_versions"]
@@ -289,7 +338,7 @@ class FakeSglang:
             meta["routed_experts"] = base64.b64encode(found.tobytes()).decode()
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
-        return web.json_response({"text": "", "output_ids": tokens, "meta_info": meta})
+        return {"text": "", "output_ids": tokens, "meta_info": meta}
 
     async def _classify(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]

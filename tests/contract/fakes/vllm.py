@@ -372,7 +372,7 @@ class FakeVllm(FakeServer):
                     choice["sampling_mask"] = _mask_in_arrays(content["content"])
         return web.json_response(reply, status=status)
 
-    async def _stream_arrays(self, body: dict[str, Any]) -> web.Response:
+    async def _stream_arrays(self, body: dict[str, Any], form: Callable[[bytes], bytes] = bytes) -> web.Response:
         sampling = asyncio.ensure_future(self._sample(body))
         name = f"generate-tokens-{body['request_id']}"
         try:
@@ -384,12 +384,16 @@ class FakeVllm(FakeServer):
         if name not in self._planned:
             status, reply = sampling.result()
             return web.json_response(reply, status=status)
-        events = self._events(sampling, name, body["sampling_params"])
-        return web.Response(body=events, content_type="text/event-stream")
+        events = self._events(sampling, name, body)
+        return web.Response(body=(form(event) async for event in events), content_type="text/event-stream")
 
-    async def _events(self, sampling: asyncio.Future[Any], name: str, parameters: dict[str, Any]) -> Any:
+    def _of_prompt(self, body: dict[str, Any]) -> dict[str, Any]:
+        """What a reply says of its prompt."""
+        return {}
+
+    async def _events(self, sampling: asyncio.Future[Any], name: str, body: dict[str, Any]) -> Any:
         """The tokens as they come by the clock, then the end."""
-        planned, sent = self._planned.pop(name), 0
+        planned, sent, parameters, about = self._planned.pop(name), 0, body["sampling_params"], self._of_prompt(body)
 
         def event(choice: dict[str, Any], finish: str | None) -> bytes:
             tokens, content = choice["token_ids"][sent:], choice["logprobs"]
@@ -398,14 +402,14 @@ class FakeVllm(FakeServer):
                 "token_ids": arrays.encode(arrays.TOKEN, tokens), "finish_reason": finish,
                 "logprobs": None if values is None else arrays.encode(arrays.LOGPROB, values),
             }  # fmt: skip
-            return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+            return b"data: " + json.dumps(about | {"choices": [choice]}).encode() + b"\n\n"
 
         try:
             while not sampling.done():
                 count = self.batch.tokens(name)
                 if count > sent:
                     yield event(self._choice(0, planned, parameters, [self.version] * count), None)
-                    sent = count
+                    sent, about = count, {}
                 await asyncio.sleep(0.001)
             [choice] = sampling.result()[1]["choices"]
             yield event(choice, choice["finish_reason"]) + b"data: [DONE]\n\n"
@@ -417,6 +421,8 @@ class FakeVllm(FakeServer):
             request = sglang_api.to_vllm(recorded.body)
         except sglang_api.BadRequest as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
+        if request.get("stream"):
+            return await self._stream_arrays(request, sglang_api.Events(request).feed)
         status, reply = await self._sample(request)
         return web.json_response(sglang_api.from_vllm(request, reply) if status == 200 else reply, status=status)
 
@@ -483,7 +489,7 @@ class FakeVllm(FakeServer):
         cached = len(ids) // CACHE_BLOCK * CACHE_BLOCK if (self.version, *ids) in self._prompts else 0
         self._prompts.add((self.version, *ids))
         usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": cached}}
-        reply = {"request_id": body.get("request_id"), "choices": choices, "usage": usage}
+        reply = {"request_id": body.get("request_id"), "choices": choices, "usage": usage} | self._of_prompt(body)
         transfer = body.get("kv_transfer_params") or {}
         if transfer.get("do_remote_prefill"):
             self.fetched.append(transfer)

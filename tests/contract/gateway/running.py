@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -18,6 +18,7 @@ from rltool.gateway.fleet import POLICY, FleetView
 from rltool.gateway.main import gateway, served
 from rltool.gateway.parts import Parts
 from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.fakes.sglang import FakeSglang
 
 KEY = "gateway-test-key"
 START_SECONDS = 120.0
@@ -32,12 +33,14 @@ class Gateway:
 
     directory: Path
     tokenizer: Path
-    engines: list[ScriptedVllm]
+    engines: Sequence[ScriptedVllm | FakeSglang]
     options: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     policy: FleetPolicy = POLICY
     parts: dict[str, Any] = field(default_factory=dict)
     dialect: str = "vllm"
+    plugin: bool = True
+    engine_key: Path | None = None
 
     def __enter__(self) -> Self:
         key_file = self.directory / "gateway.key"
@@ -47,7 +50,10 @@ class Gateway:
             served_name="policy",
             max_model_len=4096,
             tokenizer=self.tokenizer,
-            endpoints=tuple(EngineEndpoint(url=e.url, dialect=self.dialect, plugin=True) for e in self.engines),
+            endpoints=tuple(
+                EngineEndpoint(url=e.url, dialect=self.dialect, plugin=self.plugin, key_file=self.engine_key)
+                for e in self.engines
+            ),
             sessions=self.directory / "sessions",
             key_file=key_file,
             **self.parts,

@@ -23,6 +23,7 @@ from rltool.gateway.server import TURN_HEADER
 from rltool.gateway.store import SessionFile
 from rltool.processes import connections
 from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang
 from tests.contract.gateway.running import QUICK, Gateway
 
 HI = {"model": "policy", "messages": [{"role": "user", "content": "hi"}]}
@@ -255,6 +256,58 @@ def test_what_an_agent_was_sent_of_a_stream_that_it_cancelled_is_recorded(
         messages = [*HI["messages"], {"role": "assistant", "content": "a"}, {"role": "user", "content": "Go on."}]
         assert post(gateway, session, json=HI | {"messages": messages}).status_code == 200
         assert len(gateway.record(session)["trajectories"]) == 1
+
+
+@pytest.fixture(params=[True, False], ids=["incremental", "cumulative"])
+def sglang(request, words, tokenizer_dir, tmp_path):
+    """(an engine, a gateway, a session's client)"""
+    (tmp_path / "engine.key").write_text(EXPECTED_KEY)
+    said = words.spell("a long answer")
+    options = dict(dialect="sglang", plugin=False, engine_key=tmp_path / "engine.key")
+    with (
+        FakeSglang(says=said, vocab_size=words.size, incremental=request.param, seconds=1e6) as engine,
+        Gateway(tmp_path, tokenizer_dir, [engine], **options) as gateway,
+    ):
+        session = gateway.open()
+        with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
+            yield engine, gateway, session, client
+
+
+def test_sglang_streams_and_its_tokens_are_recorded_as_it_made_them(sglang):
+    engine, gateway, session, client = sglang
+    said = ""
+    for chunk in client.chat.completions.create(**HI, stream=True):
+        text = chunk.choices[0].delta.content or ""
+        if text and not said:
+            assert text == "a" and not gateway.record(session)["turns"]
+            engine.hurry()
+        said += text
+    [trajectory] = gateway.record(session)["trajectories"]
+    size = len(engine.says)
+    assert said == "a long answer" and trajectory["token_ids"][-size:] == engine.says
+    assert trajectory["logprobs"][-size:] == [engine.logprob(42, position) for position in range(size)]
+    assert [(span["version"], span["end"] - span["start"]) for span in trajectory["versions"]] == [("default", size)]
+
+
+@pytest.mark.parametrize("synced", [False, True])
+def test_of_a_cancelled_stream_of_sglang_is_recorded_what_is_known(sglang, synced):
+    engine, gateway, session, client = sglang
+    engine.seconds = 1e6 if not synced else 0.2 * len(engine.says)
+    stream = client.chat.completions.create(**HI, stream=True)
+    assert "".join(next(stream).choices[0].delta.content for _ in range(2)) == "a"
+    if synced:
+        engine.weight_version = "next"
+        assert "".join(next(stream).choices[0].delta.content for _ in range(4))
+    stream.close()
+    until(lambda: gateway.http("GET", "/status").json()["turns"].get("abandoned") == 1)
+    until(lambda: not engine.batch.running)
+    record = gateway.record(session)
+    if synced:  # which of its tokens are of which weights is not
+        assert record["turns"] == []
+        return
+    [turn], [trajectory] = record["turns"], record["trajectories"]
+    assert (turn["left_out"], turn["reply"]["text"], sum(trajectory["loss_mask"])) == ("unreceived", "a", 1)
+    assert (trajectory["versions"][0]["version"], trajectory["logprobs"][-1]) == ("default", engine.logprob(42, 0))
 
 
 def test_what_an_engine_aborted_is_taken_up_with_both_versions(gateway, session, engine, words):

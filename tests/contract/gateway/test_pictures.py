@@ -35,12 +35,11 @@ class Seeing(ScriptedVllm):
 
     reader: PictureReader
 
-    async def _sample(self, body):
-        status, reply = await super()._sample(body)
-        if parts := body.get("content_parts"):
-            sizes = [self.reader.size(file_of(part["url"])) for part in parts]
-            reply |= {"prompt_token_ids": spread(body["token_ids"], self.reader.token, sizes)[0]}
-        return status, reply
+    def _of_prompt(self, body):
+        if not body.get("return_token_ids"):
+            return {}
+        sizes = [self.reader.size(file_of(part["url"])) for part in body["content_parts"]]
+        return {"prompt_token_ids": spread(body["token_ids"], self.reader.token, sizes)[0]}
 
     def parts(self):
         sent = [r.body.get("content_parts", ()) for r in self.requests if r.path == "/rltool/generate"]
@@ -124,6 +123,33 @@ def test_pictures_are_recorded_in_their_places_and_kept_once_over_turns_processe
         assert (ids[: len(prompt)], mask[len(prompt)]) == (prompt, 1)
     kept = sorted((tmp_path / "sessions").glob("*.pictures/*"))
     assert len(kept) == 2 and not any(RED[30:60] in file.read_text() for file in tmp_path.glob("sessions/*.jsonl"))
+
+
+def test_a_turn_with_pictures_is_streamed_as_it_is_made(engine, gateway):
+    session = gateway.open()
+    engine.default, engine.seconds = WORDS.spell("a red one"), 1e6  # no token after the first
+    url, said = f"{gateway.url}/sessions/{session['id']}/v1", ""
+    with openai.OpenAI(base_url=url, api_key=session["key"], max_retries=0) as client:
+        for chunk in client.chat.completions.create(model="policy", messages=[user("see ", RED)], stream=True):
+            text = chunk.choices[0].delta.content or ""
+            if text and not said:
+                assert text == "a" and not gateway.record(session)["turns"]
+                engine.hurry()
+            said += text
+    [trajectory] = gateway.record(session)["trajectories"]
+    assert (said, sum(trajectory["loss_mask"])) == ("a red one", len(engine.default))
+    assert trajectory["token_ids"].count(PICTURES.token) == 2
+
+
+@pytest.mark.parametrize("expands", [lambda ids: [*ids, PICTURES.token], lambda ids: None])
+def test_of_pictures_that_the_engine_expands_otherwise_nothing_is_shown_or_recorded(engine, gateway, expands):
+    plain = engine._of_prompt
+    engine._of_prompt = lambda body: {"prompt_token_ids": expands(plain(body)["prompt_token_ids"])}
+    session = gateway.open()
+    for stream in False, True:
+        with pytest.raises(openai.InternalServerError, match="the engine (expanded a prompt|does not say)"):
+            ask(gateway, session, user("see ", RED), stream=stream)
+    assert gateway.record(session)["turns"] == []
 
 
 def test_the_same_words_with_another_picture_are_another_trajectory(engine, gateway):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+import openai
 import pytest
 import requests
 
@@ -73,3 +74,19 @@ def test_a_session_stays_on_one_worker(run, words, tokenizer_dir):
                 "trajectories"
             ]
             assert sum(trajectory["loss_mask"]) == TURNS * len(words.spell("one"))
+        assert_streams(sessions[0], engines, words)
+
+
+def assert_streams(session, engines, words):
+    for engine in engines:
+        engine.default, engine.seconds = words.spell("a long answer"), 1e6  # no token after the first
+    said, asked = "", {"model": "policy", "messages": [{"role": "user", "content": "hi"}], "stream": True}
+    with openai.OpenAI(base_url=session["openai_base_url"], api_key=session["key"], max_retries=0) as client:
+        for chunk in client.chat.completions.create(**asked):
+            text = chunk.choices[0].delta.content or ""
+            if text and not said:
+                assert text == "a"
+                for engine in engines:
+                    engine.hurry()
+            said += text
+    assert said == "a long answer"

@@ -13,7 +13,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -122,7 +122,9 @@ async def life(service: Service, session: str, known: dict[int, Any]) -> list[An
         await call(partial(service.optim_step, "a", adam))
         seq += 1
         await call(partial(service.save_weights, "a", {"model_id": model, "seq_id": seq, "path": f"s{step}"}))
+        await call(partial(service.create_model, "a", of_model | {"model_seq_id": 1 + step}))
         await fetch()
+        await call(partial(service.unload_model, "a", {"model_id": f"{session}:train:{1 + step}"}))  # it leaves
     body = {"model_id": model, "seq_id": seq + 1, "path": f"tinker://{model}/weights/s0", "optimizer": True}
     await call(lambda: service.load_weights("a", body))
     await service.delete_checkpoint("a", CheckpointPath(model, STATES, "s0"))
@@ -323,7 +325,7 @@ def test_an_idle_model_is_evicted_for_another_and_one_of_an_active_session_is_no
         assert await service.create_model("b", body) == two
         assert "error" not in (await service.result("b", two.number, 5) or {"error": "none"})
         assert service.models() == {"b": 1} and names(service, one) == ["kept"]
-        with pytest.raises(UsageError, match="is unloaded \\(evicted: its session was idle for 60 s\\)"):
+        with pytest.raises(Refused, match="is unloaded \\(evicted: its session was idle for 60 s\\)"):
             await forward(service, "a", one, 2)
         return one
 
@@ -380,8 +382,8 @@ def test_of_adapters_idle_ones_of_the_same_client_are_evicted_the_longest_idle_f
         service.heartbeat("a", sessions[0])
         ahead[0] += 31
         third = await made(service, "a")
-        assert service.models_of("a") == [first, second, third]
-        with pytest.raises(UsageError, match="its session was idle for 60 s"):
+        assert service.models_of("a") == [first, third]
+        with pytest.raises(Refused, match="its session was idle for 60 s"):
             await forward(service, "a", second, 1)
         await service.result("b", (await forward(service, "b", others, 1)).number, 5)
         ahead[0] += 31
@@ -568,21 +570,166 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
         make(tmp_path)
 
 
-def test_a_full_disk_refuses_the_call_and_leaves_the_journal_whole(tmp_path, monkeypatch):
-    async def case() -> None:
-        service, _ = make(tmp_path)
-        with monkeypatch.context() as patch:
-            def full(_: int) -> None:
-                raise OSError(28, "No space left on device")
+@contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch, *only: str) -> Iterator[None]:
+    """Writes to files of the journal of these names, or all, fail after half of the bytes; the first time the file
+    cannot be cut back either."""
+    write, truncate, failing = os.write, os.ftruncate, [True]
 
-            patch.setattr(os, "fsync", full)
-            with pytest.raises(OSError, match="No space"):
-                await service.open_session("a")
-        await service.open_session("a")
+    def is_full(file: int) -> bool:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
+        return name.endswith(".jsonl") and (not only or name in only)
+
+    def half(file: int, data: bytes) -> int:
+        if not is_full(file):
+            return write(file, data)
+        write(file, data[: len(data) // 2])
+        raise OSError(28, "No space left on device")
+
+    def cut(file: int, size: int) -> None:
+        if is_full(file) and failing:
+            failing.clear()
+            raise OSError(5, "Input/output error")
+        truncate(file, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", half)
+        patch.setattr(os, "ftruncate", cut)
+        yield
+
+
+def test_a_call_that_the_disk_does_not_take_is_answered_503_and_the_journal_stays_whole(tmp_path, monkeypatch):
+    async def post(http: Any, route: str, body: Any) -> tuple[int, Any]:
+        async with http.post(PREFIX + route, json=body, headers={"X-API-Key": "tml-a"}) as reply:
+            return reply.status, await reply.json()
+
+    async def case(ahead: list[float]) -> None:
+        service, _ = make(tmp_path, models=1, session_timeout=60.0, snapshot_every=100)
+        running = asyncio.create_task(service.run())
+        async with TestClient(TestServer(TinkerServer(service, {"a": "tml-a"}).app())) as http:
+            with full_disk(monkeypatch, "calls.jsonl"):
+                for _ in range(3):
+                    status, said = await post(http, "create_session", {})
+                    assert status == 503 and f"{tmp_path} cannot be written" in said["error"]
+                assert (tmp_path / "calls.jsonl").read_bytes() == b""
+            idle = await made(service, "a")
+            ahead[0] += 61
+            body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "base_model": "base"}
+            with full_disk(monkeypatch, "calls.jsonl"):
+                assert (await post(http, "create_model", body))[0] == 503
+            assert service.models_of("a") == [idle] and not service._models[idle].unloaded, "both or none"
+            assert service.queued.by_client() == {}
+            status, promised = await post(http, "create_model", body)
+            assert status == 200 and "error" not in (await post(http, "retrieve_future", promised))[1]
+        running.cancel()
+        await asyncio.wait({running})
         service.close()
 
-    asyncio.run(case())
-    assert len(Journal(tmp_path).calls) == 1
+    with clock(monkeypatch) as ahead:
+        asyncio.run(case(ahead))
+    kinds = [call.kind for call in Journal(tmp_path).calls.values()]
+    assert kinds == ["session", "create_model", "session", "unload_model", "create_model"]
+
+
+def test_a_result_that_the_disk_does_not_take_is_given_out_when_it_does_and_the_calls_behind_it_wait(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(service_module, "FULL_SECONDS", 0.01)
+
+    async def case(is_full: bool) -> tuple[list[Any], torch.Tensor]:
+        service, trainer = make(tmp_path / str(is_full), snapshot_every=2)
+        running = asyncio.create_task(service.run())
+        model = await made(service, "a")
+        with full_disk(monkeypatch, "results.jsonl") if is_full else nullcontext():
+            await forward(service, "a", model, 1)
+            step = {"model_id": model, "seq_id": 2, "adam_params": {"learning_rate": 0.1}}
+            number = (await service.optim_step("a", step)).number
+            if is_full:
+                assert await service.result("a", number - 1, 0.1) is None and not running.done()
+                assert await service.exclusively(lambda: asyncio.sleep(0, "done")) == "done"
+                assert torch.equal(trainer.models[model]["mean"], torch.zeros_like(trainer.models[model]["mean"]))
+                assert service.waiting() == {"a": 1} and service.queued.by_client()["a"] > 0
+        found = [await service.result("a", each, 5) for each in (number - 1, number)]
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        assert [*Journal(tmp_path / str(is_full)).results] == [1, 2, 3]
+        _, again = make(tmp_path / str(is_full))
+        assert again.models
+        return found, trainer.models[model]["mean"]
+
+    (found, one), (expected, other) = asyncio.run(case(True)), asyncio.run(case(False))
+    assert "proto" in found[0] and "metrics" in found[1] and len(expected) == 2
+    assert one.any() and one.shape == other.shape
+
+
+@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
+def test_a_save_that_the_disk_does_not_take_is_its_calls_error_and_its_name_can_be_given_again(
+    tmp_path, monkeypatch, kind
+):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def call(service: Service, seq: int, **more: Any) -> tuple[str, dict[str, Any]]:
+        model = service.models_of("a")[0]
+        made = await getattr(service, kind)("a", {"model_id": model, "seq_id": seq, **more})
+        return model, await service.result("a", made.number, 5) or {}
+
+    async def first(service: Service) -> None:
+        await made(service, "a")
+        with monkeypatch.context() as patch:
+            patch.setattr(PlainTrainer, "save", full)
+            model, said = await call(service, 1, path="s")
+            text = f"SaveFailed: .* was not written to {tmp_path}/.*/{model}/s: No space left on device; make room"
+            assert re.match(text, said["error"]) and said["category"] == "server"
+            if kind == "save_weights_for_sampler":
+                await call(service, 2, sampling_session_seq_id=0, kind="inflight")
+                session = model.partition(":")[0]
+                with pytest.raises(Refused, match="no sampling session"):
+                    service.demand_sampler("a", f"{session}:sample:0")
+                assert service._models[model].inflight == []
+
+    async def then(service: Service, trainer: PlainTrainer) -> None:
+        [model] = service.models_of("a")
+        assert names(service, model) == [], "not by carrying it out again either"
+        await forward(service, "a", model, 3)
+        await service.optim_step("a", {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}})
+        assert "path" in (await call(service, 5, path="s"))[1]
+        assert names(service, model) == ["s"]
+        kept = "checkpoints" if kind == "save_weights" else "samplers"
+        saved = torch.load(tmp_path / kept / model / "s" / "state.pt", weights_only=True)["weights"]
+        assert torch.equal(saved, trainer.models[model]["weights"])
+
+    service, _ = make(tmp_path, snapshot_every=100, checkpoints=1)
+    asyncio.run(running_on(service, first(service)))
+    service, trainer = make(tmp_path, snapshot_every=100, checkpoints=1)
+    asyncio.run(running_on(service, then(service, trainer)))
+
+
+def test_a_snapshot_that_the_disk_does_not_take_is_made_later_and_calls_go_on(tmp_path, monkeypatch, caplog):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def case(service: Service) -> None:
+        model, seq = await made(service, "a"), 0
+        for place, name in ((PlainTrainer, "snapshot"), (service_module, "write_json_atomic"), (Lines, "replace")):
+            with monkeypatch.context() as patch:
+                patch.setattr(place, name, full)
+                for _ in range(4):
+                    seq += 1
+                    call = await forward(service, "a", model, seq)
+                    assert "proto" in (await service.result("a", call.number, 5) or {})
+            assert len([*(tmp_path / "snapshots").iterdir()]) == (place is Lines), "nothing is left of it"
+        for _ in range(2):
+            seq += 1
+            await service.result("a", (await forward(service, "a", model, seq)).number, 5)
+
+    service, _ = make(tmp_path, snapshot_every=2)
+    asyncio.run(running_on(service, case(service)))
+    said = [each.getMessage() for each in caplog.records]
+    assert said and all(f"a snapshot was not written to {tmp_path}: No space left" in each for each in said)
+    service, trainer = make(tmp_path, snapshot_every=2)
+    assert len(trainer.models) == 1 and len(service._replay) <= 3
 
 
 def test_a_server_that_is_started_again_waits_for_engines_that_are_started_again_too(monkeypatch):
@@ -696,7 +843,7 @@ def test_models_that_are_made_at_once_evict_one_each_and_one_that_is_refused_evi
         calls = await asyncio.gather(*(service.create_model("a", body) for body in bodies))
         for call in calls:
             assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
-        assert service.models() == {"a": 2} and len(service.models_of("a")) == 4
+        assert service.models() == {"a": 2} and service.models_of("a") == [call.model for call in calls]
 
     async def refused(service: Service, ahead: list[float]) -> None:
         running = asyncio.create_task(service.run())
@@ -728,7 +875,7 @@ def test_nothing_is_made_in_a_session_that_is_finished_at_the_same_time(tmp_path
         works = finishing, service.create_model("a", made), service.open_sampler("a", opened)
         found = await asyncio.gather(*works, return_exceptions=True)
         assert [str(each) for each in found[1:]] == [f"session {session} is finished; open another"] * 2
-        assert service.parts_of("a", session) == ([], [])
+        assert service.sessions_of("a") == [] and not service._models and not service._samplers
 
     asyncio.run(case())
 
@@ -891,6 +1038,64 @@ def test_limits_are_refused_by_name(tmp_path):
         await model_of(service, "b")  # has limits of its own
 
     asyncio.run(case())
+
+
+def test_bytes_of_calls_and_samples_are_bounded_together_and_counted_again_after_a_restart(tmp_path):
+    """Of a call that fails, and a sample that is cancelled, too."""
+    size = len(forward_proto("0" * 24 + ":train:0", 2, tokens=[1, 2, 3], targets=[2, 3, 5]))
+    sample = {"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [1]}]}}
+    sample["sampling_params"] = {"max_tokens": 1, "stop": ["x"]}
+
+    async def case() -> None:
+        service, _ = make(tmp_path, queued_bytes=4 * size)
+        model = await model_of(service, "a")
+        before = service.queued.by_client()["a"]
+        assert 0 < before < size
+        calls = [await forward(service, "a", model, seq) for seq in (1, 2)]
+        assert service.queued.by_client() == {"a": before + 2 * size}
+        samples = Samples(Endless(), vocab_size=10, most=9, queued=service.queued)
+        number = samples.begin("a", sample, lambda: None)
+        text = f"{before + 2 * size} bytes of calls and {service.queued.samples['a']} of samples have not ended, and "
+        text += f"a client may have {4 * size} bytes .--max-queued-bytes. in all"
+        with pytest.raises(Refused, match=text) as error:
+            await forward(service, "a", model, 3)
+        assert error.value.status == 429
+        assert await forward(service, "a", model, 2) == calls[1], "a repetition has its room"
+        with pytest.raises(Refused, match="--max-queued-bytes") as error:
+            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
+        assert error.value.status == 429
+        await model_of(service, "b")  # has bytes of its own
+        samples.cancel("a", number)
+        assert "cancelled" in (await samples.result("a", number, 5) or {})["error"]
+        assert service.queued.by_client()["a"] == before + 2 * size
+        calls.append(await forward(service, "a", model, 3))
+        with pytest.raises(Refused, match="--max-queued-bytes"):
+            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
+        await samples.close()
+        service.close()
+
+        again, _ = make(tmp_path, queued_bytes=4 * size)
+        assert again.queued.by_client()["a"] == before + 3 * size
+        with pytest.raises(Refused, match=f"{before + 3 * size} bytes of calls and 0 of samples"):
+            await forward(again, "a", model, 4)
+        running = asyncio.create_task(again.run())
+        assert "proto" in (await again.result("a", calls[2].number, 5) or {})
+        wrong = await again.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
+        assert "error" in (await again.result("a", wrong.number, 5) or {})
+        assert again.queued.by_client() == {}
+        running.cancel()
+        await asyncio.wait({running})
+        for room, status in ((1.5, 429), (0.5, 413)):
+            again.queued._most = int(room * size)
+            await forward(again, "a", model, 5)
+            with pytest.raises(Refused, match="--max-queued-bytes") as error:
+                await forward(again, "a", model, 6)
+            assert error.value.status == status
+        again.close()
+
+    asyncio.run(case())
+    with pytest.raises(ValueError, match="less than max_body_bytes"):
+        ServeTrainerConfig(max_queued_bytes=2000)
 
 
 def test_a_model_that_the_trainer_refuses_is_neither_listed_nor_counted(tmp_path, monkeypatch):
@@ -1132,6 +1337,36 @@ def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_o
         service.close()
 
     asyncio.run(case())
+
+
+def test_a_model_whose_deleted_checkpoint_is_yet_to_be_loaded_stays_until_then(tmp_path):
+    async def begun(service: Service) -> list[str]:
+        models = [await made(service, "a"), await made(service, "a")]
+        await save(service, models[0], 1, "s")
+        return models
+
+    async def then(service: Service, number: int) -> dict[str, Any]:
+        found = await service.result("a", number, 5) or {}
+        while len(service.models_of("a")) > 1:
+            await asyncio.sleep(0.001)
+        return found
+
+    service, _ = make(tmp_path, snapshot_every=1)
+    models = asyncio.run(running_on(service, begun(service)))
+
+    async def accepted() -> Call:
+        await service.unload_model("a", {"model_id": models[0]})
+        for seq in (1, 2):
+            await forward(service, "a", models[1], seq)
+        body = {"model_id": models[1], "seq_id": 3, "path": f"tinker://{models[0]}/weights/s"}
+        call = await service.load_weights("a", body)
+        await service.delete_checkpoint("a", CheckpointPath(models[0], STATES, "s"))
+        return call
+
+    service, _ = make(tmp_path, snapshot_every=1)
+    call = asyncio.run(accepted())
+    assert "error" not in asyncio.run(running_on(service, then(service, call.number)))
+    assert service.models_of("a") == models[1:]
 
 
 def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its_run_has_deleted_it(tmp_path):
@@ -1473,7 +1708,7 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert status["models"] == {"a": 1} and status["waiting"] == {} and status["samples"] == 0
     assert 'rltool_served_call_tokens_total{run="lab",kind="forward_backward"} 3.0' in metrics
     assert 'rltool_served_calls_total{run="lab",kind="optim_step"} 1.0' in metrics
-    assert 'rltool_served_models{run="lab",client="a"} 1' in metrics
+    assert 'rltool_served_models{run="lab",client="a"} 1' in metrics and status["queued_bytes"] == {}
     said = served_line(status)
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
@@ -1510,10 +1745,11 @@ def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
             assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
         assert not trainer.models and service.models() == {}
         for refused in (service.create_model("a", body | {"model_seq_id": 1}), service.open_sampler("a", body)):
-            with pytest.raises(UsageError, match="is finished|not supported"):
+            with pytest.raises((Refused, UsageError), match="is finished|not supported"):
                 await refused
-        with pytest.raises(UsageError, match="is unloaded; make another"):
+        with pytest.raises(Refused, match="is unloaded; make another") as error:
             await forward(service, "a", model, 3)
+        assert error.value.status == 410
         running.cancel()
         await asyncio.wait({running})
         service.close()
@@ -1527,6 +1763,101 @@ def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
         await asyncio.wait({running})
 
     asyncio.run(scenario())
+
+
+def test_unloaded_models_and_ended_sessions_leave_all_tables_and_their_names_stay_refused(tmp_path, monkeypatch):
+    def refused(status: int, text: str, call: Callable[..., Any], *arguments: Any) -> None:
+        async def ask() -> None:
+            if asyncio.iscoroutine(found := call(*arguments)):
+                await found
+
+        with pytest.raises(Refused, match=text) as error:
+            asyncio.run(ask())
+        assert error.value.status == status
+
+    async def snapshots(service: Service) -> None:
+        """Two: what leaves with the first leaves the journal with the second."""
+        other = f"{service.sessions_of('b')[0]}:train:0"
+        for _ in range(4):
+            call = await forward(service, "b", other, service._journal.next)
+            assert "proto" in (await service.result("b", call.number, 5) or {})
+
+    async def unloaded(service: Service, model: str) -> Call:
+        call = await service.unload_model("a", {"model_id": model})
+        while not service._is_done(call):
+            await asyncio.sleep(0.001)
+        return call
+
+    async def first(service: Service) -> tuple[list[str], Call]:
+        await made(service, "b")
+        session = await service.open_session("a")
+        models = [await made(service, "a", session, number) for number in range(3)]
+        await save(service, models[0], 1, "kept")
+        body = {"model_id": models[1], "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
+        call = await service.save_weights_for_sampler("a", body)
+        assert "sampling_session_id" in (await service.result("a", call.number, 5) or {})
+        for model in models[:2]:
+            await service.result("a", (await unloaded(service, model)).number, 5)
+        unfetched = await unloaded(service, models[2])
+        await asyncio.sleep(0.01)
+        assert service.models_of("a") == models[:2], "what is left of them is wanted"
+        assert await service.unload_model("a", {"model_id": models[2]}) == unfetched, "a repetition"
+        await snapshots(service)
+        return models, unfetched
+
+    async def ended(service: Service, models: list[str], unfetched: Call) -> None:
+        await snapshots(service)
+        session = models[0].partition(":")[0]
+        result = {"type": "unload_model", "model_id": models[2]}
+        assert await service.result("a", unfetched.number, 0) == result, "it was acknowledged"
+        for number in [each for each, call in service._journal.calls.items() if call.client == "a"]:
+            with suppress(Refused):  # what was fetched before the restart is kept as if it was not
+                await service.result("a", number, 0)
+        await snapshots(service)
+        for _ in range(2):
+            await service.finish_session("a", session, None)
+            assert service.sessions_of("a") == [] and service.models_of("a") == models[:1]
+        await snapshots(service)
+        assert (tmp_path / "checkpoints" / models[0] / "kept").exists()
+        assert not (tmp_path / "samplers" / models[1]).exists()
+        await service.delete_checkpoint("a", CheckpointPath(models[0], STATES, "kept"))
+        await snapshots(service)
+        await snapshots(service)
+
+    def are_gone(service: Service, *models: str) -> None:
+        for model in models:
+            refused(410, f"model '{model}' is unloaded", service.demand_model, "a", model)
+            refused(410, "is unloaded", forward, service, "a", model, 99)
+            refused(404, "there is no model", service.demand_model, "b", model)
+            number = int(model.rpartition(":")[2])
+            body = {"session_id": model.partition(":")[0], "model_seq_id": number, "base_model": "base"}
+            refused(410, "make another|open another", service.create_model, "a", body)
+
+    monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
+    service, _ = make(tmp_path, snapshot_every=2)
+    models, unfetched = asyncio.run(running_on(service, first(service)))
+    session = models[0].partition(":")[0]
+    service, _ = make(tmp_path, snapshot_every=2)
+    refused(410, "is unloaded; make another", service.demand_model, "a", models[2])
+    asyncio.run(running_on(service, ended(service, models, unfetched)))
+    for _ in range(2):
+        are_gone(service, *models)
+        refused(410, f"session {session} is finished", service.heartbeat, "a", session)
+        refused(410, f"session {session} is finished", service.demand_sampler, "a", f"{session}:sample:0")
+        refused(404, "there is no session", service.heartbeat, "b", session)
+        refused(404, "fetched long ago", service.result, "a", unfetched.number, 0)
+        tables = (
+            service._models, service._sessions, service._finished, service._samplers, service._by_key, service._gone,
+            service._left, service._done, service._last_calls, service._last_seen, service._fetched, service._sizes,
+            service._deletions, service._journal.floors, service._journal.calls, service._journal.results,
+        )  # fmt: skip
+        assert [each for each in tables if session in str(each)] == []
+        for name in ("calls.jsonl", "results.jsonl", "snapshot.json", "checkpoints", "samplers"):
+            file = tmp_path / name
+            assert session not in (file.read_text() if file.is_file() else str([*file.iterdir()])), name
+        service, trainer = make(tmp_path, snapshot_every=2)
+        assert len(trainer.models) == 1
+    service.close()
 
 
 @pytest.mark.parametrize(

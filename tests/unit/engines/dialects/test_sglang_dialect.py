@@ -7,6 +7,7 @@ import copy
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,16 @@ import pytest
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialects.sglang import SglangDialect, parse_reply
 from rltool.engines.dialects.sglang_launch import LAUNCHER
-from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
-from rltool.errors import EngineError, MissingLogprobs, UsageError
+from rltool.engines.types import (
+    Drafts,
+    EngineLoad,
+    GenerateRequest,
+    Routing,
+    SamplingParams,
+    TokenStream,
+    VersionSpan,
+)
+from rltool.errors import EngineError, EngineFailed, EngineRejected, MissingLogprobs, UsageError
 from rltool.weights.transport import transport
 
 SPEAKS = SglangDialect()
@@ -227,6 +236,75 @@ def test_as_many_samples_as_asked_for_or_an_error():
         SPEAKS.parse_generate(request(n=2), [REPLY])
 
 
+def events(*sizes, cumulative, version="run:0:2"):
+    """Of a stream of REPLY, with so many tokens by the end of each."""
+    found, before = [], 0
+    for size in sizes:
+        event = reply(completion_tokens=size, weight_version=version)
+        meta, shown = event["meta_info"], slice(0 if cumulative else before, size)
+        event["output_ids"], before = event["output_ids"][shown], size
+        meta["output_token_logprobs"] = meta["output_token_logprobs"][shown]
+        if size < 3:
+            meta["finish_reason"] = meta.pop("weight_versions") and None
+        found.append(event)
+    return found
+
+
+def taken(given):
+    stream = TokenStream(lambda piece: None)
+    for event in given:
+        stream.take(SPEAKS.parse_event(request(), event, stream))
+    return stream.completion()
+
+
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("sizes", [(3,), (1, 2, 3), (2, 2, 3), (1, 3, 3)])
+def test_a_stream_brings_each_token_once(cumulative, sizes):
+    assert taken(events(*sizes, cumulative=cumulative)) == parse_reply(REPLY)
+
+
+def test_the_last_token_that_an_abort_in_the_queue_says_again_counts_once():
+    *begun, end = events(1, 2, 3, cumulative=False)
+    end |= {"output_ids": [71], "meta_info": end["meta_info"] | {"completion_tokens": 2}}
+    end["meta_info"]["finish_reason"] = {"type": "abort", "message": "Abort in waiting queue"}
+    found = taken([*begun, end])
+    assert (found.token_ids, found.finish_reason) == ((70, 71), "abort")
+
+
+def test_versions_of_a_stream_are_known_until_the_weights_change_and_at_its_end():
+    one, two, three = events(1, 2, 3, cumulative=False)
+    one["meta_info"]["weight_version"] = "run:0:1"
+    assert taken([one]).versions == (VersionSpan("run:0:1", 0, 1),)
+    assert taken([one, two]).versions == (VersionSpan("run:0:1", 0, 1),)  # the second may be of either
+    assert taken([one, two, three]).versions == parse_reply(REPLY).versions
+
+
+def test_events_that_do_not_fit_what_came_are_errors():
+    one, two, _ = events(1, 2, 3, cumulative=True)
+    for wrong in (two | {"output_ids": [99, 71]}, two | {"output_ids": [70, 71, 1, 1]}, events(1, cumulative=False)[0]):
+        with pytest.raises(EngineError):
+            taken([one, two, wrong])
+    with pytest.raises(MissingLogprobs):
+        taken([reply(output_token_logprobs=[[-0.5, 70, None]])])
+
+
+@pytest.mark.parametrize(("code", "begun", "kind"), [
+    (400, False, EngineRejected), (400, True, EngineFailed), (429, False, EngineFailed), (500, False, EngineFailed),
+])  # fmt: skip
+def test_a_refusal_within_a_stream_is_one_as_long_as_nothing_has_come(code, begun, kind):
+    aborted = reply(finish_reason={"type": "abort", "message": "too long", "status_code": code}, completion_tokens=1)
+    for event in {"error": {"message": "too long", "code": code}}, aborted | {"output_ids": [70]}:
+        with pytest.raises(kind, match="too long"):
+            taken([*events(1, cumulative=False), event] if begun else [event])
+
+
+def test_what_is_streamed_is_one_sample_and_no_routed_experts():
+    [http] = SPEAKS.generate(request())
+    assert SPEAKS.stream(request()).body == http.body | {"stream": True}
+    assert SPEAKS.stream(request(n=2)) is None
+    assert SPEAKS.stream(replace(request(), routing=Routing(layers=1, top_k=1, experts=2))) is None
+
+
 # -- probing
 
 
@@ -394,7 +472,7 @@ def test_argv_on_gpus(tmp_path):
         "4096",
     )
     assert option(argv, "--weight-version") == f"boot-{RID}"
-    assert "--enable-metrics" in argv
+    assert {"--enable-metrics", "--incremental-streaming-output"} <= {*argv}
     assert "--device" not in argv and "--dtype" not in argv and "--trust-remote-code" not in argv
     assert argv[-1] == "--enable-deterministic-inference"
     assert SPEAKS.environment(launch(tmp_path))["CUDA_VISIBLE_DEVICES"] == "2,3"

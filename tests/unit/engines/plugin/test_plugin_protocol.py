@@ -80,7 +80,7 @@ def said(control: Any) -> dict[str, set[str]]:
 
 
 def test_the_number_is_that_of_these_requests():
-    assert PLUGIN_PROTOCOL == 3, "count it up where SAID changes, and write what changed where it is defined"
+    assert PLUGIN_PROTOCOL == 4, "count it up where SAID changes, and write what changed where it is defined"
 
 
 @pytest.mark.parametrize("backend", SAID)

@@ -1,10 +1,13 @@
 """SGLang's /generate in terms of vLLM's route: both directions."""
 
+import json
+
 import pytest
 
+from rltool.engines.dialects.routed_vllm import RoutedVllmDialect
 from rltool.engines.dialects.sglang import SglangDialect
-from rltool.engines.plugin.sglang_api import BadRequest, from_vllm, to_vllm
-from rltool.engines.types import GenerateRequest, SamplingParams
+from rltool.engines.plugin.sglang_api import BadRequest, Events, from_vllm, to_vllm
+from rltool.engines.types import Completion, GenerateRequest, SamplingParams, TokenStream, VersionSpan
 
 
 def body(**changes):
@@ -70,7 +73,7 @@ def test_defaults_that_a_router_writes_out_are_accepted(value):
     ("changes", "reason"),
     [
         ({"text": "hello"}, "'text'"),
-        ({"stream": True}, "'stream'"),
+        ({"stream": True, "sampling_params": {"n": 2}}, "'stream'"),
         ({"top_logprobs_num": 3}, "'top_logprobs_num'"),
         ({"return_hidden_states": True}, "'return_hidden_states'"),
         ({"input_ids": None}, "'input_ids'"),
@@ -141,3 +144,27 @@ def test_what_the_sglang_dialect_sends_is_accepted_and_what_comes_back_is_unders
     (completion,) = dialect.parse_generate(request, [from_vllm(to_vllm(http.body), {"choices": [sampled()]})])
     assert (completion.token_ids, completion.logprobs) == ((7, 8), (-0.5, -1.5))
     assert [(span.version, span.start, span.end) for span in completion.versions] == [("old", 0, 1), ("new", 1, 2)]
+
+
+@pytest.mark.parametrize("piece", [1, 7, 10_000])
+def test_events_of_vllm_are_read_as_those_of_an_sglang(piece):
+    request = GenerateRequest((5, 6), SamplingParams(4), "a" * 32)
+    dialect = RoutedVllmDialect()
+    events = Events(to_vllm(dialect.stream(request).body))
+    first = sampled(tokens=(7,), finish_reason=None, weight_versions=[{"version": "old", "start": 0, "end": 1}])
+    last = sampled(tokens=(8,))
+    sent = b"".join(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n" for choice in (first, last))
+    sent += b"data: [DONE]\n\n"
+    said = b"".join(events.feed(sent[at : at + piece]) for at in range(0, len(sent), piece))
+    *found, done = said.removesuffix(b"\n\n").split(b"\n\n")
+    stream = TokenStream(lambda piece: None)
+    for event in found:
+        stream.take(dialect.parse_event(request, json.loads(event.removeprefix(b"data: ")), stream))
+    whole = Completion((7, 8), (-0.5, -0.5), "length", (VersionSpan("old", 0, 1), VersionSpan("new", 1, 2)))
+    assert (stream.completion(), done) == (whole, b"data: [DONE]")
+    assert json.loads(found[1].removeprefix(b"data: "))["meta_info"]["finish_reason"] == {"type": "length", "length": 2}
+
+
+def test_a_failure_within_vllms_stream_is_handed_on():
+    failure = b'data: {"error": {"message": "RuntimeError: broken", "code": 500}}\n\n'
+    assert Events(to_vllm(body(stream=True))).feed(failure) == failure
