@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
@@ -30,11 +30,22 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class SentPicture:
-    """at: behind so many characters of its message; source: a data URL, or, once it is read, the digest of its file
-    (sha256, in hex)."""
+    """at: behind so many characters of its message; source: a data URL or a path, or, once a gateway has read it, the
+    digest of its file (sha256, in hex)."""
 
     at: int
     source: str
+
+
+def joined(parts: Iterable[str | SentPicture]) -> tuple[str, tuple[SentPicture, ...]]:
+    """(text, pictures) of a message."""
+    said, pictures = "", list[SentPicture]()
+    for part in parts:
+        if isinstance(part, str):
+            said += part
+        else:
+            pictures.append(SentPicture(len(said), part.source))
+    return said, tuple(pictures)
 
 
 @dataclass(frozen=True)
