@@ -2,10 +2,11 @@
 
     python -m benchmarks.lora_learning --run lora-learning                             rank 4 at ten times the rate
     python -m benchmarks.lora_learning --run lora-learning --lora-lr 1e-3 --alpha 16   another rate: the rest is kept
+    python -m benchmarks.lora_learning --run seed-1 --seeds 1 --gpu 0                  a run for each seed, on one GPU
 
 Every seed has a task, a model and a warm start of its own, from which each arm trains (`rltool train`, two vLLM engines
-on the CPU). Held out: 1,024 words, four samples each at temperature 1. Prints JSON: by arm the accuracy of each seed
-before and after, and their means. What a run of this name has finished is not done again.
+on the CPU, or one on a GPU). Held out: 1,024 words, four samples each at temperature 1. Prints JSON: by arm the
+accuracy of each seed before and after, and their means. What a run of this name has finished is not done again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from rltool.terminal import Console
 
 HELD_OUT = 1024
 ACCURACY = "eval/heldout/accuracy"
+GPU_ENGINE = ("--dtype", "float32", "--gpu-memory-utilization", "0.04", "--kv-cache-memory-bytes", "1073741824")
+"""Several runs fit beside each other."""
 
 
 def options() -> argparse.Namespace:
@@ -38,8 +41,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rank", type=int, default=4)
     parser.add_argument("--alpha", type=float, default=32.0)
-    parser.add_argument("--lora-lr", type=float, default=3e-3, help="ten times that of full training, 3e-4")
+    parser.add_argument("--lora-lr", type=float, nargs="+", default=[3e-3], help="several: an arm each; full has 3e-4")
     parser.add_argument("--lora-min-lr", type=float, help="at the end of the run; default: a tenth of --lora-lr")
+    parser.add_argument("--gpu", help="of engines and trainer; default: none, all on the CPU")
     return parser.parse_args()
 
 
@@ -47,22 +51,23 @@ class Comparison:
     def __init__(self, run: RunDirectory, group: ProcessGroup, console: Console, args: argparse.Namespace) -> None:
         self.run, self.args = run, args
         self.root = run.path / "trainings"
-        least = args.lora_lr / 10 if args.lora_min_lr is None else args.lora_min_lr
-        lora = {
-            "lora.rank": args.rank, "lora.alpha": args.alpha, "optimizer.lr": args.lora_lr, "optimizer.min_lr": least,
-        }  # fmt: skip
-        self.arms: dict[str, dict[str, float]] = {
-            "full": {}, f"rank {args.rank} alpha {args.alpha:g} lr {args.lora_lr:g} to {least:g}": lora,
-        }  # fmt: skip
+        self.gpus = [] if args.gpu is None else ["--gpus", args.gpu]
+        self.arms: dict[str, dict[str, float]] = {"full": {}}
+        for rate in args.lora_lr:
+            least = rate / 10 if args.lora_min_lr is None else args.lora_min_lr
+            self.arms[f"rank {args.rank} alpha {args.alpha:g} lr {rate:g} to {least:g}"] = {
+                "lora.rank": args.rank, "lora.alpha": args.alpha, "optimizer.lr": rate, "optimizer.min_lr": least,
+            }  # fmt: skip
         self.stages = Stages(run, group, console, 1 + (1 + len(self.arms)) * len(args.seeds))
 
     def all_of_it(self) -> dict[str, Any]:
-        with self.stages.stage("two engines"):
+        with self.stages.stage("engines"):
             model = self._model(self.args.seeds[0])
             longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's tokens
+            on = ["--num-engines", "2", "--device", "cpu"] if self.gpus == [] else ["--num-engines", "1", *self.gpus]
             self.stages.do(
-                "serve-engines", "serve-engines", str(model), "--num-engines", "2", "--device", "cpu",
-                "--max-model-len", longest, "--run", self.run.name, "--detach", note="engines are starting",
+                "serve-engines", "serve-engines", str(model), *on, "--max-model-len", longest, "--run", self.run.name,
+                "--detach", *(["--", *GPU_ENGINE] if self.gpus else []), note="engines are starting",
             )  # fmt: skip
         times = {"before": -1, "step 20": 19, "after": self.args.steps - 1}
         found: dict[str, dict[str, list[float]]] = {arm: {when: [] for when in times} for arm in self.arms}
@@ -96,7 +101,7 @@ class Comparison:
             shutil.rmtree(run, ignore_errors=True)
             self.stages.train(
                 run.name, WARM_UP_STEPS, "train", "--config", str(directory / "warmup.toml"), "--run", run.name,
-                metrics=run / "metrics.jsonl", shown_every=100, root=self.root,
+                *self.gpus, metrics=run / "metrics.jsonl", shown_every=100, root=self.root,
             )  # fmt: skip
 
     def _train(self, seed: int, arm: str, settings: dict[str, float]) -> dict[int, float]:
@@ -108,8 +113,11 @@ class Comparison:
             if last in found:
                 return found
             shutil.rmtree(run, ignore_errors=True)
-            given = {"eval.samples_per_prompt": 4, "eval.every_steps": 20, **settings}
+            given: dict[str, float | str] = {"eval.samples_per_prompt": 4, "eval.every_steps": 20, **settings}
+            if self.gpus:
+                given |= {"trainer.share_gpus": "true", "weights.transport": '"gloo"'}
             words = [word for key, value in given.items() for word in ("--set", f"{key}={value}")]
+            words += self.gpus
             self.stages.train(
                 run.name, self.args.steps, "train", "--config", str(self.run.path / f"seed-{seed}" / "grpo.toml"),
                 "--run", run.name, "--rollout-external", f"@{self.run.endpoints_file}", *words,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # the same as `_MODULES`; a test compares them
     from rltool.algorithms.contracts import check_advantage_function as check_advantage_function
     from rltool.algorithms.contracts import check_loss_function as check_loss_function
     from rltool.algorithms.losses import LossTokens as LossTokens
+    from rltool.chat.conversation import Message as Message
     from rltool.config.algorithm import AlgorithmConfig as AlgorithmConfig
     from rltool.config.data import DataConfig as DataConfig
     from rltool.engines.types import Completion as Completion
@@ -63,6 +64,7 @@ _MODULES = {
     "rltool.algorithms.batch": ("TrainBatch",),
     "rltool.algorithms.contracts": ("check_advantage_function", "check_loss_function"),
     "rltool.algorithms.losses": ("LossTokens",),
+    "rltool.chat.conversation": ("Message",),
     "rltool.config.algorithm": ("AlgorithmConfig",),
     "rltool.config.data": ("DataConfig",),
     "rltool.engines.types": ("Completion", "GenerateRequest", "SamplingParams"),

@@ -19,6 +19,9 @@ pytest_plugins = ["pytester"]
 # OpenMP's threads that spin while they wait take the core from the tests beside. Read once, when torch loads.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Engines beside a run take most of a host of 24 GiB, and at 95 % Ray would end ranks, which are small.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--long-report", type=Path, help="tests/long_report.py: the JSON file that it leaves")

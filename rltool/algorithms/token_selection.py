@@ -15,13 +15,16 @@ from torch import Tensor
 from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 
+TIE = 1e-5
+"""Relative. Samples of one prompt have equal entropies at equal tokens, but for rounding, which differs by layout."""
+
 
 def top_entropy(entropies: Tensor, loss_mask: Tensor, *, fraction: float) -> Tensor:
     """1 at the `fraction` of loss tokens with the highest entropy, else 0; [T] float32 (Wang et al. 2025, "Beyond the
     80/20 Rule": the tokens at which a chain of thought forks).
 
     entropies: [T] in nats, of the old policy. The threshold is the (1 - fraction) quantile of all loss tokens; what
-    equals it is in.
+    equals it to TIE is in.
     """
     chosen = loss_mask > 0
     values = entropies[chosen].double().sort().values
@@ -29,7 +32,7 @@ def top_entropy(entropies: Tensor, loss_mask: Tensor, *, fraction: float) -> Ten
         return torch.zeros_like(loss_mask)
     # 1e-9: 0.1 * 10 tokens must not become the second rank by rounding.
     rank = math.ceil((1 - fraction) * (len(values) - 1) - 1e-9)
-    return (chosen & (entropies.double() >= values[rank])).float()
+    return (chosen & (entropies.double() >= values[rank] * (1 - TIE))).float()
 
 
 def covariances(logprobs: Tensor, advantages: Tensor, loss_mask: Tensor) -> Tensor:

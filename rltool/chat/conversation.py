@@ -8,8 +8,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -30,11 +31,22 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class SentPicture:
-    """at: behind so many characters of its message; source: a data URL, or, once it is read, the digest of its file
-    (sha256, in hex)."""
+    """at: behind so many characters of its message; source: a data URL or a path, or, once a gateway has read it, the
+    digest of its file (sha256, in hex)."""
 
     at: int
     source: str
+
+
+def joined(parts: Iterable[str | SentPicture]) -> tuple[str, tuple[SentPicture, ...]]:
+    """(text, pictures) of a message."""
+    said, pictures = "", list[SentPicture]()
+    for part in parts:
+        if isinstance(part, str):
+            said += part
+        else:
+            pictures.append(SentPicture(len(said), part.source))
+    return said, tuple(pictures)
 
 
 @dataclass(frozen=True)
@@ -85,11 +97,11 @@ class Conversation:
     def pictures(self) -> list[SentPicture]:
         return [picture for message in self.messages for picture in message.pictures]
 
-    @property
+    @cached_property
     def characters(self) -> int:
         return sum(len(message.text) + len(message.reasoning) for message in self.messages)
 
-    @property
+    @cached_property
     def tools_key(self) -> str:
         """Equal where the tools are equal, which the chat template writes before everything else; "" without any."""
         return hashlib.sha256(json.dumps(self.tools, sort_keys=True).encode()).hexdigest() if self.tools else ""

@@ -91,8 +91,9 @@ class Renderer:
     def extension(self, recorded: Sequence[Message], conversation: Conversation, stop_id: int | None) -> Suffix | None:
         """What follows the tokens of `recorded`, with which the conversation begins; None where the template does not
         continue them. stop_id: the stop token that the recorded tokens end with, None where the reply was cut."""
-        before = self._render(recorded, conversation.tools, ask=False)
-        whole = self._render(conversation.messages, conversation.tools, ask=True)
+        given = self._prepared(conversation.messages)
+        before = self._write(given[: len(recorded)], conversation.tools, ask=False)
+        whole = self._write(given, conversation.tools, ask=True)
         if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
             return None
         ids = self._encode(self._closing + whole[len(before) :])
@@ -153,8 +154,13 @@ class Renderer:
         return self._tokenizer.decode_everything(token_ids)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
-        messages = [self._stand_ins.put(message) for message in messages]
-        given = template_messages(messages, arguments_as_text=self._arguments_as_text)
+        return self._write(self._prepared(messages), tools, ask=ask)
+
+    def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        spelled = [self._stand_ins.put(message) for message in messages]
+        return template_messages(spelled, arguments_as_text=self._arguments_as_text)
+
+    def _write(self, given: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
         return self._tokenizer.render_messages(given, tools=tools, ask=ask, arguments=self._arguments)
 
     def _encode(self, rendered: str) -> list[int]:

@@ -21,6 +21,7 @@ from rltool.engines.dialects.protocol import MEMORY_TAGS, Controls, Generates, I
 from rltool.engines.dialects.table import controls, detections, dialect, inspects, none_of_ours
 from rltool.engines.dialects.vllm_arrays import ArrayVllmDialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fast_json import dumps
 from rltool.engines.plugin.lease import RUN_HEADER
 from rltool.engines.replies import events_of, making_sense_of, quote, read_body, read_reply
 from rltool.engines.types import (
@@ -90,8 +91,9 @@ class EngineClient:
     async def __aenter__(self) -> Self:
         no_timeout = aiohttp.ClientTimeout(total=None)  # the deadline spans all attempts, so it is kept here
         self._reusing = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout
-        )
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_SECONDS), timeout=no_timeout,
+            json_serialize=_json,
+        )  # fmt: skip
         # A control call is sent once: it must not die with a kept-alive connection that the server is just closing.
         self._fresh = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True), timeout=no_timeout
@@ -460,6 +462,10 @@ class EngineClient:
         )
         with making_sense_of(f"the classification of {endpoint.url}"):
             return engine_dialect.parse_classify(reply)
+
+
+def _json(body: Any) -> str:
+    return dumps(body).decode()
 
 
 def _score_bytes(token_ids: Sequence[int], topk: int) -> int:

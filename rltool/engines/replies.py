@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rltool.engines.fast_json import loads
 from rltool.engines.types import HttpRequest
 from rltool.errors import EngineError, EngineFailed, EngineRejected, EngineUnreachable
 from rltool.terminal import visible
@@ -49,7 +50,7 @@ async def events_of(response: Any, what: str, limit: int) -> AsyncIterator[Any]:
             if text == b"[DONE]":
                 return
             with making_sense_of(what):
-                found = json.loads(text)
+                found = loads(text)
             yield found
     raise EngineUnreachable(f"{what}: the stream broke off")
 
@@ -119,6 +120,6 @@ def decode(text: str) -> Any:
     if not text:
         return None
     try:
-        return json.loads(text)
+        return loads(text)
     except ValueError:
         return text

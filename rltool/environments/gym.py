@@ -1,4 +1,4 @@
-"""Text environments with gymnasium's protocol, or OpenEnv's, as environments of a run.
+"""Environments with gymnasium's protocol, or OpenEnv's, whose observations are shown as text and pictures.
 
 gymnasium 1.x: reset(seed=, options=) -> (observation, info), step(action) -> (observation, reward, terminated,
 truncated, info). OpenEnv: both give an object with `observation`, `reward` and `done`. Methods may be async. Neither
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rltool.chat.conversation import Message
 from rltool.config.import_path import load_callable
 from rltool.environments.plain_calls import PlainCalls
-from rltool.environments.protocol import Start, Step, Task
+from rltool.environments.protocol import Content, Given, Start, Step, Task
 from rltool.errors import UsageError
 
 _CALLS = PlainCalls()
@@ -25,9 +25,10 @@ LARGEST_SEED = 2**32
 
 class TextGym:
     """make: import path of what makes the environment, called with `arguments`: a class, or "gymnasium:make" with
-    {id = "..."}. show: import path of f(observation) -> str; None takes an observation that is text, or its `text`
-    attribute. act: import path of f(text of the reply) -> action; None: the text itself; its ValueError is shown to the
-    model, which has used up a turn. system: the first message, if any. options: are handed to reset.
+    {id = "..."}. show: import path of f(observation) -> text, or parts of a message (protocol.Content); None takes an
+    observation that is one of these, or its `text` attribute. act: import path of f(text of the reply) -> action; None:
+    the text itself; its ValueError is shown to the model, which has used up a turn. system: the first message, if any.
+    options: are handed to reset.
 
     The seed of an episode is metadata["seed"] of its row, else the row's number: all samples of a prompt begin in the
     same state, so that they can be compared. Rewards are those of the steps, which is credit for single turns too.
@@ -45,7 +46,9 @@ class TextGym:
     ) -> None:
         self._make = load_callable(make, setting="make") if isinstance(make, str) else make
         self._arguments, self._options = dict(arguments or {}), dict(options) if options else None
-        self._show = load_callable(show, setting="show", takes=("observation",)) if show else _text
+        self._show: Callable[[Any], Content] = (
+            load_callable(show, setting="show", takes=("observation",)) if show else _content
+        )
         self._act = load_callable(act, setting="act", takes=("text",)) if act else str
         self._system = system
         self._environment: Any = None
@@ -55,7 +58,11 @@ class TextGym:
         seed = int(task.metadata.get("seed", task.row)) % LARGEST_SEED
         first = _first_observation(await _called(partial(self._environment.reset, seed=seed, options=self._options)))
         system = (Message("system", self._system),) if self._system else ()
-        return Start((*system, Message("user", self._show(first))))
+        return Start((*system, self._shown(first)))
+
+    def _shown(self, observation: Any) -> Given:
+        content = self._show(observation)
+        return Message("user", content) if isinstance(content, str) else {"role": "user", "content": content}
 
     async def step(self, reply: Message) -> Step:
         try:
@@ -65,7 +72,7 @@ class TextGym:
         found = _transition(await _called(partial(self._environment.step, action)))
         if found.done:
             return Step(done=True, reward=found.reward)
-        return Step([Message("user", self._show(found.observation))], reward=found.reward)
+        return Step([self._shown(found.observation)], reward=found.reward)
 
     async def reward(self) -> float:
         """All of it was earned by steps."""
@@ -100,12 +107,14 @@ def _transition(found: Any) -> _Transition:
     )
 
 
-def _text(observation: Any) -> str:
+def _content(observation: Any) -> Content:
+    if isinstance(observation, list) and observation and all(isinstance(part, Mapping) for part in observation):
+        return observation
     text = observation if isinstance(observation, str) else getattr(observation, "text", None)
     if not isinstance(text, str):
         raise UsageError(
-            f"an observation is {type(observation).__name__} and no text: name a function that writes it as text, "
-            "`show`"
+            f"an observation is {type(observation).__name__} and no text: name a function that writes it as text, or "
+            "as parts of a message, `show`"
         )
     return text
 

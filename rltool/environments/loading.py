@@ -14,6 +14,8 @@ from rltool.environments.episodes import EpisodeLimits, Episodes
 from rltool.environments.protocol import Environment
 from rltool.errors import UsageError
 from rltool.masking import masked
+from rltool.models.pictures import Pictures
+from rltool.rollout.pictures import PictureReader
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 
 METHODS = ("reset", "step", "reward", "close")
@@ -41,8 +43,9 @@ def load_environment(config: RolloutConfig) -> Callable[[], Environment] | None:
     return lambda: cast(Environment, factory(**arguments))
 
 
-def load_episodes(config: TrainConfig) -> Episodes | None:
-    """With a tokenizer of its own, which a thread of its own uses. UsageError for a model without a chat template."""
+def load_episodes(config: TrainConfig, pictures: Pictures | str) -> Episodes | None:
+    """With a tokenizer of its own, which a thread of its own uses. pictures: how the model takes them, or why it gets
+    none. UsageError for a model without a chat template."""
     rollout = config.rollout
     make = load_environment(rollout)
     if make is None:
@@ -55,7 +58,12 @@ def load_episodes(config: TrainConfig) -> Episodes | None:
     )
     tokenizer = _chat_tokenizer(config)
     parser = parser_of(rollout.tool_parser, tokenizer.template)
-    return Episodes(make, Renderer(tokenizer, parser, rollout.template_arguments), limits)
+    renderer = Renderer(tokenizer, parser, rollout.template_arguments)
+    if not isinstance(pictures, str):
+        return Episodes(
+            make, renderer, limits, pictures=PictureReader(pictures, config.model.path, config.data.media_root)
+        )
+    return Episodes(make, renderer, limits, pictures=pictures)
 
 
 def _chat_tokenizer(config: TrainConfig) -> Tokenizer:

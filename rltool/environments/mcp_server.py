@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rltool.environments.protocol import Content
 from rltool.environments.tools import cut, function_schema
 from rltool.errors import RltoolError, UsageError
 from rltool.masking import masked
@@ -28,7 +29,8 @@ class McpServer:
 
     command: of a server that is started for each episode, over its stdin and stdout; env: added to the few
     variables that such a server gets; url: of one that runs already. key_file: bearer key for the URL. only: names of
-    the tools that are offered, () for all. seconds: to connect, and for each request.
+    the tools that are offered, () for all. seconds: to connect, and for each request. images: whether the model sees
+    those of results; else it reads that they were left out.
     """
 
     def __init__(
@@ -40,6 +42,7 @@ class McpServer:
         key_file: str = "",
         only: Sequence[str] = (),
         seconds: float = 30.0,
+        images: bool = False,
     ) -> None:
         """UsageError for neither or both of command and url, or without the package."""
         if bool(command) == bool(url):
@@ -53,7 +56,7 @@ class McpServer:
         except ImportError:
             raise UsageError("tools of an MCP server need the package mcp: pip install rltool[mcp]") from None
         self._command, self._env, self._url, self._key_file = tuple(command), env, url, key_file
-        self._only, self._seconds = frozenset(only), seconds
+        self._only, self._seconds, self._images = frozenset(only), seconds, images
         self._name = masked(url) or " ".join(masked(command))
         self._closing = asyncio.Event()
         self._background = Background()
@@ -119,7 +122,8 @@ class McpServer:
         while True:
             page = await client.list_tools(cursor=cursor)
             found += [
-                McpTool(tool.name, tool.description or "", tool.input_schema, client, self._name) for tool in page.tools
+                McpTool(tool.name, tool.description or "", tool.input_schema, client, self._name, self._images)
+                for tool in page.tools
             ]
             cursor = page.next_cursor
             if cursor is None:
@@ -133,20 +137,21 @@ class McpServer:
 
 @dataclass(frozen=True)
 class McpTool:
-    """parameters: a JSON schema. server: its name in errors."""
+    """parameters: a JSON schema. server: its name in errors. images: as in McpServer."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
     client: Client
     server: str
+    images: bool = False
 
     @property
     def schema(self) -> dict[str, Any]:
         """See ModelTool."""
         return function_schema(self.name, self.description, self.parameters)
 
-    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
+    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> Content:
         """See ModelTool. A server that has gone is an RltoolError: the model must not be blamed for it."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
@@ -160,10 +165,18 @@ class McpTool:
             if error.code == CONNECTION_CLOSED:
                 raise RltoolError(f"the MCP server {self.server} has closed its connection") from error
             return cut(f"error: {error.message}")
+        if self.images and not result.is_error and any(block.type == "image" for block in result.content):
+            return [_part(block) for block in result.content]
         text = "\n".join(_text(block) for block in result.content)
         if not result.content and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         return cut(f"error: {text}" if result.is_error and not text.lower().startswith("error") else text)
+
+
+def _part(block: Any) -> dict[str, str]:
+    if block.type == "image":
+        return {"type": "image", "image": f"data:{block.mime_type};base64,{block.data}"}
+    return {"type": "text", "text": cut(_text(block))}
 
 
 def _text(block: Any) -> str:

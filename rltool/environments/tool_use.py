@@ -9,7 +9,7 @@ from typing import Any
 
 from rltool.chat.conversation import Message, ToolCall
 from rltool.config.import_path import load_callable
-from rltool.environments.protocol import Start, Step, Task
+from rltool.environments.protocol import Given, Start, Step, Task
 from rltool.environments.tools import ModelTool, Tool, Toolbox, make_tools
 from rltool.errors import UsageError
 
@@ -64,13 +64,15 @@ class ToolUse:
             return Step(done=True)
         return Step([await self._call(call) for call in reply.tool_calls])
 
-    async def _call(self, call: ToolCall) -> Message:
+    async def _call(self, call: ToolCall) -> Given:
         tool = self._tools.get(call.name)
         if tool is None:
             result = f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools) or 'none'}"
         else:
             result = await tool.call(call.arguments, seconds=self._seconds)
-        return Message("tool", result, tool_call_id=call.id)
+        if isinstance(result, str):
+            return Message("tool", result, tool_call_id=call.id)
+        return {"role": "tool", "content": result, "tool_call_id": call.id}
 
     async def reward(self) -> float | None:
         if self._score is None:

@@ -16,8 +16,10 @@ from pydantic.errors import PydanticUserError
 
 from rltool.config.import_path import load_callable
 from rltool.environments.plain_calls import PlainCalls
+from rltool.environments.protocol import Content
 from rltool.errors import UsageError
 from rltool.masking import masked
+from rltool.rollout.multimodal import kind_of
 
 MAX_RESULT_CHARACTERS = 8192
 """Longest result that the model reads; the rest is cut, with a note."""
@@ -36,9 +38,9 @@ class ModelTool(Protocol):
         """OpenAI's form, which chat templates take."""
         ...
 
-    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
-        """The result as text for the model, as is what is wrong with the call. Raises where the episode cannot go
-        on."""
+    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> Content:
+        """The result for the model, as text or with pictures; what is wrong with the call is text. Raises where the
+        episode cannot go on."""
         ...
 
 
@@ -66,9 +68,10 @@ class Tool:
         """See ModelTool."""
         return function_schema(self.name, self.description, self.arguments.model_json_schema())
 
-    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> str:
-        """The result as text. What is wrong with the arguments, what the function raises, and that it was late is text
-        too, for the model to read; a UsageError, which the user must fix, is raised.
+    async def call(self, arguments: Mapping[str, Any], *, seconds: float) -> Content:
+        """The result as text, or as parts of a message where it is a list of these with a picture. What is wrong with
+        the arguments, what the function raises, and that it was late is text for the model to read; a UsageError, which
+        the user must fix, is raised.
 
         A plain function runs in a thread, which nothing ends: one that may hang belongs into a process (sandbox.py).
         Too many that hang are a UsageError.
@@ -90,6 +93,8 @@ class Tool:
             return f"error: no result within {seconds:g} s"
         except Exception as error:
             return cut(f"error: {type(error).__name__}: {error}")
+        if _has_pictures(result):
+            return [{**part, "text": cut(str(part["text"]))} if "text" in part else part for part in result]
         return cut(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
 
 
@@ -138,6 +143,15 @@ def make_tools(wanted: str | Callable[..., Any] | Mapping[str, Any]) -> Tool | T
     except TypeError as error:
         raise UsageError(f"tools: {path} with {masked(arguments)}: {error}") from error
     return found if callable(getattr(found, "open", None)) else make_tool(found)
+
+
+def _has_pictures(result: Any) -> bool:
+    """Whether it is parts of a message, and not text alone: any other list is shown as JSON."""
+    if not isinstance(result, list) or not all(isinstance(part, Mapping) for part in result):
+        return False
+    kinds = [kind_of(part) for part in result]
+    texts = [part.get("type") == "text" for part in result]
+    return any(kinds) and all(kind is not None or text for kind, text in zip(kinds, texts, strict=True))
 
 
 def _described(hint: Any) -> Any:

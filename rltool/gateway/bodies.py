@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
+from rltool.engines.fast_json import dumps, loads
 from rltool.gateway.errors import BadRequest
 from rltool.processes.connections import BODY_SECONDS
 
@@ -17,7 +18,7 @@ async def json_object(request: web.Request) -> dict[str, Any]:
     try:
         async with asyncio.timeout(BODY_SECONDS):
             sent = await request.read()
-        found = json.loads(sent, parse_constant=_no_constant)
+        found = loads(sent, constant=_no_constant)
         if b"\\ud" in sent.lower():  # half of a surrogate pair is JSON, and no text that can be tokenised
             json.dumps(found, ensure_ascii=False).encode()
     except TimeoutError as error:
@@ -27,6 +28,12 @@ async def json_object(request: web.Request) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
     return found
+
+
+def json_response(content: Any, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(
+        body=dumps(content), status=status, headers=headers, content_type="application/json", charset="utf-8"
+    )
 
 
 def _no_constant(name: str) -> None:

@@ -99,7 +99,7 @@ COLLECT_SECONDS = 600.0
 
 
 def look_at_new_objects_alone() -> None:
-    """What survives a full garbage collection is left out of the next one, and they come more often.
+    """What survives a garbage collection of more than the newest objects is left out of all later ones.
 
     Sessions and turns in progress are some hundred objects each: with 1,000 sessions a full collection stopped all of
     them for 340 ms, and such stops were a sixth of the gateway's CPU. Reference counts free what is frozen all the
@@ -107,11 +107,11 @@ def look_at_new_objects_alone() -> None:
     """
 
     def after(phase: str, about: dict[str, int]) -> None:
-        if phase == "stop" and about["generation"] == 2:
+        if phase == "stop" and about["generation"] > 0:
             gc.freeze()
 
     gc.callbacks.append(after)
-    gc.set_threshold(*gc.get_threshold()[:2], 1)
+    gc.set_threshold(gc.get_threshold()[0], 5, 1)
     gc.collect()
 
 

@@ -19,7 +19,7 @@ from rltool.gateway.errors import BadRequest
 from rltool.gateway.session import Session
 from rltool.gateway.store import SessionStore
 from rltool.gateway.trajectory import Seen
-from rltool.models.pictures import Place, spread
+from rltool.models.pictures import Pictures, has_stray, spread
 from rltool.rollout.pictures import PictureReader, plain_file, url_of
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -28,31 +28,30 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the pictures of one prompt. token: id of a placeholder; of: digest -> (rows, columns, bytes)."""
+    """Of the pictures of one prompt. model: how it takes them, None: the prompt has none; of: digest -> (rows, columns,
+    bytes)."""
 
-    token: int = -1
+    model: Pictures | None = None
     of: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
 
     def spread(self, ids: Sequence[int], pictures: Sequence[SentPicture], start: int) -> tuple[list[int], list[Seen]]:
         """(ids with a placeholder for each token of a picture, the pictures with their places). ids: those from `start`
         of the sequence on. BadRequest where the chat template has written placeholders for others than `pictures`."""
-        if not pictures:
+        if not pictures or self.model is None:
             return list(ids), []
         try:
-            found, places = spread(ids, self.token, [self.of[picture.source] for picture in pictures])
+            found, places = spread(ids, self.model.token, [self.of[picture.source] for picture in pictures], start)
         except ValueError as error:
             raise BadRequest(f"the conversation {error}", field="messages", code="template_failed") from error
-        return found, [
-            Seen(picture.source, Place(place.at + start, *place[1:]))
-            for picture, place in zip(pictures, places, strict=True)
-        ]
+        return found, [Seen(picture.source, place) for picture, place in zip(pictures, places, strict=True)]
 
     def check(self, ids: Sequence[int], pictures: Sequence[Seen]) -> None:
         """BadRequest for a placeholder that is no picture's: an engine would put one there."""
-        if pictures and ids.count(self.token) != sum(seen.place.tokens for seen in pictures):
+        if pictures and self.model is not None and has_stray(ids, self.model, [seen.place for seen in pictures]):
             raise BadRequest(
-                f"the model has written the placeholder of a picture itself (token {self.token}): the engine could not "
-                "tell it from those of pictures, so this conversation cannot go on with them",
+                f"the model has written the placeholder of a picture or video itself (token {self.model.token} or "
+                f"{self.model.video}): the engine could not tell it from those of pictures, so this conversation "
+                "cannot go on with them",
                 field="messages",
                 code="sampled_placeholder",
             )
@@ -89,7 +88,7 @@ class SentPictures:
                     raise BadRequest(f"{where}: {error}", field="messages", code="invalid_image") from error
                 found[number] = replace(picture, source=digest)
             messages[i] = replace(message, pictures=tuple(found))
-        return replace(prompt, messages=tuple(messages)), Sizes(reader.token, sizes)
+        return replace(prompt, messages=tuple(messages)), Sizes(reader.pictures, sizes)
 
     def _known(
         self, reader: PictureReader, session_id: str, url: str, sizes: dict[str, tuple[int, int, int]]

@@ -34,7 +34,7 @@ from rltool.gateway.apis.base import Api, Event
 from rltool.gateway.apis.chat import ChatApi
 from rltool.gateway.apis.completions import CompletionsApi
 from rltool.gateway.apis.responses import ResponsesApi
-from rltool.gateway.bodies import json_object
+from rltool.gateway.bodies import json_object, json_response
 from rltool.gateway.errors import BadRequest, NotFound, RequestError, TooLarge, Unauthorized
 from rltool.gateway.registry import Sessions, demand_key
 from rltool.gateway.sampling import not_followed
@@ -164,8 +164,7 @@ class GatewayServer:
 
     async def _record(self, session: Session) -> web.Response:
         """In a thread: a record may have millions of tokens."""
-        text = await asyncio.to_thread(lambda: json.dumps(self._turns.record(session)))
-        return web.Response(text=text, content_type="application/json")
+        return await asyncio.to_thread(lambda: json_response(self._turns.record(session)))
 
     async def _models(self, request: web.Request) -> web.Response:
         session = self._sessions.find(request.match_info["id"])
@@ -288,7 +287,7 @@ async def _whole(
     """The whole answer, written here: an agent that has gone by then has not received it."""
     await asyncio.wait((turn,))
     ended = turn.result()
-    response = web.json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
+    response = json_response(api.body(ended.answer), headers=headers | _branch_headers(ended))
     await response.prepare(request)
     await response.write_eof()
     return response

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -28,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rltool.engines.fast_json import dumps, loads
 from rltool.errors import RltoolError
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.session import Session
@@ -57,7 +57,7 @@ class SessionFile:
 
     def append(self, event: dict[str, Any]) -> None:
         """All of a line or nothing of it: a file system that is full must not leave half a turn."""
-        data = (json.dumps(event, separators=(",", ":")) + "\n").encode()
+        data = dumps(event) + b"\n"
         session = self.session
         with _recording(self.path):
             if os.write(self.descriptor, data) != len(data):
@@ -178,7 +178,7 @@ class SessionStore:
         if not first.endswith(b"\n"):
             return None
         with _blaming(file):
-            event = json.loads(first)
+            event = loads(first)
             if event.pop("event") != "session":
                 raise ValueError("its first line is no session's")
             session = Session(**event, last_used=about.st_mtime)
@@ -210,7 +210,7 @@ class SessionStore:
 
 def _apply(session: Session, lines: Iterable[bytes]) -> None:
     for line in lines:
-        event = json.loads(line)
+        event = loads(line)
         match event.pop("event"):
             case "turn":
                 session.apply(TurnRecord.from_json(event))

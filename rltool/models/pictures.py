@@ -18,13 +18,14 @@ class Pictures:
 
     token: id of a placeholder; patch: pixels of a side of what the tower reads at once; merge: patches of a side that
         become one token; deep: so many of the first layers get further features added to their output (DeepStack, Meng
-        et al. 2024, arXiv 2406.04334, section 3)
+        et al. 2024, arXiv 2406.04334, section 3); video: id of a placeholder of videos, -1: there is none
     """
 
     token: int
     patch: int
     merge: int
     deep: int
+    video: int = -1
 
 
 class Place(NamedTuple):
@@ -65,11 +66,11 @@ def token_grid(height: int, width: int, pictures: Pictures, *, least: int, most:
 
 
 def spread(
-    ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int, int]]
+    ids: Sequence[int], token: int, sizes: Sequence[tuple[int, int, int]], start: int = 0
 ) -> tuple[list[int], list[Place]]:
-    """(ids with a placeholder for each token of a picture, where these are). ids: with one placeholder, `token`, for
-    each picture, in order; sizes: (rows, columns, bytes of its file) of each. ValueError where these are others in
-    number."""
+    """(ids with a placeholder for each token of a picture, where these are). ids: those from `start` of the sequence
+    on, with one placeholder, `token`, for each picture, in order; sizes: (rows, columns, bytes of its file) of each.
+    ValueError where these are others in number."""
     marks = [at for at, found in enumerate(ids) if found == token]
     if len(marks) != len(sizes):
         raise ValueError(
@@ -79,10 +80,15 @@ def spread(
     out, places, end = list[int](), list[Place](), 0
     for at, (rows, columns, size) in zip(marks, sizes, strict=True):
         out += ids[end:at]
-        places.append(Place(len(out), rows, columns, size))
+        places.append(Place(start + len(out), rows, columns, size))
         out += [token] * places[-1].tokens
         end = at + 1
     return [*out, *ids[end:]], places
+
+
+def has_stray(ids: Sequence[int], pictures: Pictures, places: Iterable[Place]) -> bool:
+    """Whether a placeholder is no picture's: an engine would put one there, or look for a video."""
+    return ids.count(pictures.token) != sum(place.tokens for place in places) or pictures.video in ids
 
 
 def check_places(tokens: list[int], places: Iterable[Place], pictures: Pictures) -> None:

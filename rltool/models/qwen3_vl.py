@@ -51,7 +51,7 @@ def with_pictures(family: Family, text: dict[str, Any], config: dict[str, Any]) 
         raise ValueError(f"mrope_section = {sections} is not a part for each of three axes of all frequencies")
     pictures = Pictures(
         config["image_token_id"], vision.get("patch_size", 16), vision.get("spatial_merge_size", 2),
-        len(vision.get("deepstack_visual_indexes", (8, 16, 24))),
+        len(vision.get("deepstack_visual_indexes", (8, 16, 24))), config.get("video_token_id", -1),
     )  # fmt: skip
     return replace(family, pictures=pictures, rotary=replace(family.rotary, sections=sections))
 

@@ -14,6 +14,8 @@ from typing import Protocol
 
 IDLE_SECONDS = 75.0
 """For a connection between two requests, and for the head of the first one."""
+BACKLOG = 1024
+"""Connections that wait to be accepted: asyncio's 100 are fewer than agents that begin together."""
 BODY_SECONDS = 60.0
 """For the body of a request whose head is there."""
 
@@ -51,4 +53,6 @@ async def listen(server: Connections, host: str, port: int, *, shared: bool = Fa
     def protocol() -> asyncio.BaseProtocol:
         return server() if len(server.connections) < most_connections() else _Refused()
 
-    return await asyncio.get_running_loop().create_server(protocol, host, port, reuse_port=shared or None)
+    return await asyncio.get_running_loop().create_server(
+        protocol, host, port, reuse_port=shared or None, backlog=BACKLOG
+    )

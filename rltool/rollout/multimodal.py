@@ -24,10 +24,9 @@ def multimodal_inputs(columns: Mapping[str, Any], messages: Any) -> dict[str, li
     """
     found: dict[str, list[Any]] = {kind: [] for kind in PLURALS}
     for part in _parts(messages):
-        kind = kind_of(part)
-        if kind is not None:
-            names = (part.get("type", kind), kind, *SOURCES)
-            found[kind] += [part[name] for name in names if part.get(name) is not None][:1]
+        kind, value = kind_of(part), source_in(part)
+        if kind is not None and value is not None:
+            found[kind].append(value)
     for kind, value in columns.items():
         found[kind] += value if isinstance(value, list) else [] if value is None else [value]
     return {kind: _as_json(kind, values) for kind, values in found.items() if values}
@@ -53,6 +52,14 @@ def kind_of(part: Mapping[str, Any]) -> str | None:
     if part.get("type") is not None:
         return PART_TYPES.get(part["type"]) if isinstance(part["type"], str) else None
     return next((kind for kind in PLURALS if part.get(kind) is not None), None)
+
+
+def source_in(part: Mapping[str, Any]) -> Any:
+    """What a part of a message has of its kind: a path, a URL, base64 text, or an object with one; None: only a
+    place."""
+    kind = kind_of(part)
+    names = () if kind is None else (part.get("type", kind), kind, *SOURCES)
+    return next((part[name] for name in names if part.get(name) is not None), None)
 
 
 def named(kinds: Collection[str]) -> str:

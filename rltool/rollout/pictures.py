@@ -144,9 +144,11 @@ _url = lru_cache(KEPT_FILES)(url_of)
 class PictureReader:
     """How many tokens each picture is, by a model directory's own image processor."""
 
-    def __init__(self, pictures: Pictures, directory: Path, root: Path | None = None) -> None:
-        """root: see `source_of`. UsageError for a directory without an image processor, or with one that is not
-        Qwen's."""
+    def __init__(
+        self, pictures: Pictures, directory: Path, root: Path | None = None, *, shown_later: bool = False
+    ) -> None:
+        """root: see `source_of`; shown_later: pictures of a prompt without any place for one are kept for who shows
+        them. UsageError for a directory without an image processor, or with one that is not Qwen's."""
         from transformers import AutoImageProcessor
 
         try:
@@ -161,21 +163,25 @@ class PictureReader:
                 f"{directory}: {type(processor).__name__} does not cut pictures into the patches of config.json's "
                 f"vision_config ({pictures.patch} pixels, {pictures.merge} to a side of a token)"
             )
-        self._pictures, self._root = pictures, root
+        self.pictures, self._root, self._shown_later = pictures, root, shown_later
 
-    def read(self, ids: Sequence[int], values: Sequence[Any]) -> tuple[list[int], list[str], array[int]]:
+    def read(
+        self, ids: Sequence[int], values: Sequence[Any], start: int = 0
+    ) -> tuple[list[int], list[str], array[int]]:
         """(ids with a placeholder for each token of a picture, the pictures by `source_of`, their picture_places).
 
-        ids: with one placeholder for each of `values`, in order. ValueError where these are others in number, and for a
-        picture that cannot be read."""
-        sources = [source_of(value, self._root) for value in values]
-        out, places = spread(ids, self.token, [self.size(picture_file(source)) for source in sources])
+        ids: those from `start` of the sequence on, with one placeholder for each of `values`, in order. ValueError
+        where these are others in number, and for a picture that cannot be read."""
+        sources = [self.source(value) for value in values]
+        token = self.pictures.token
+        if self._shown_later and token not in ids:
+            return list(ids), sources, array("q")
+        out, places = spread(ids, token, [self.size(picture_file(source)) for source in sources], start)
         return out, sources, array("q", [number for place in places for number in place])
 
-    @property
-    def token(self) -> int:
-        """Id of a placeholder."""
-        return self._pictures.token
+    def source(self, value: Any) -> str:
+        """`source_of`, within the reader's root."""
+        return source_of(value, self._root)
 
     def size(self, data: bytes) -> tuple[int, int, int]:
         """(rows, columns, bytes) of a picture's file. ValueError for one that the model does not take."""
@@ -185,9 +191,9 @@ class PictureReader:
             width, height = image.size
         size = self._processor.size
         grid = token_grid(
-            height, width, self._pictures, least=size["shortest_edge"], most=size["longest_edge"]
+            height, width, self.pictures, least=size["shortest_edge"], most=size["longest_edge"]
         )
         patches = self._processor.get_number_of_image_patches(height, width)
-        if grid[0] * grid[1] * self._pictures.merge**2 != patches:
+        if grid[0] * grid[1] * self.pictures.merge**2 != patches:
             raise ValueError(f"{height} x {width} pixels are {grid} tokens, and {patches} patches by transformers")
         return *grid, len(data)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 
-from mcp.server.mcpserver import MCPServer
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("tools")
@@ -38,6 +38,12 @@ async def wait() -> str:
 def fail() -> str:
     """Raises."""
     raise ToolError("there is no such page")
+
+
+@server.tool()
+def draw() -> list[str | Image]:
+    """Shows a picture."""
+    return ["here", Image(data=b"PNG", format="png")]
 
 
 @server.tool()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +94,26 @@ def test_tools_of_a_url_are_listed_and_called(url):
         return schemas, await said(environment, *calls)
 
     schemas, answers = during(environment, what)
-    assert set(schemas) == {"add", "count", "wait", "fail", "leave"}
+    assert set(schemas) == {"add", "count", "wait", "fail", "draw", "leave"}
     assert schemas["add"]["description"] == "Add two numbers."
     properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
     assert schemas["add"]["parameters"] == {"type": "object", "properties": properties, "required": ["a", "b"]}
     added, failed, wrong, *counted = answers
     assert added == "5" and "there is no such page" in failed and failed.lower().startswith("error")
     assert wrong.lower().startswith("error") and counted == ["1", "2"]
+
+
+def test_images_of_results_are_seen_where_that_is_wanted_and_else_named(url):
+    async def what(start: Any, environment: ToolUse) -> list[Any]:
+        return list((await environment.step(calling("draw"))).messages)
+
+    found = []
+    for images in (True, False):
+        environment = ToolUse([{"make": MAKE, "url": url, "only": ["draw"], "images": images}], tool_seconds=60.0)
+        found += during(environment, partial(what, environment=environment))
+    parts = [{"type": "text", "text": "here"}, {"type": "image", "image": "data:image/png;base64,UE5H"}]
+    assert found[0]["content"] == parts and found[0]["role"] == "tool"
+    assert found[1].text == "here\n(image left out)"
 
 
 def test_a_call_that_does_not_end_is_given_up(url):
@@ -159,7 +173,7 @@ def test_what_is_no_server_is_said(entry, error, text):
 
 def test_a_tool_that_the_server_has_not_is_named(url):
     environment = ToolUse([{"make": MAKE, "url": url, "only": ["subtract"]}])
-    with pytest.raises(UsageError, match="has no tool 'subtract'; it has: add, count, fail, leave, wait"):
+    with pytest.raises(UsageError, match="has no tool 'subtract'; it has: add, count, draw, fail, leave, wait"):
         during(environment, lambda start: said(environment))
 
 

@@ -15,23 +15,32 @@ from safetensors.torch import save_file
 from rltool.engines.client import EngineClient, RetryPolicy
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
+from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.transfer.wire import host_store
 from rltool.engines.types import (
     EngineLoad,
     GenerateRequest,
     HttpRequest,
+    Picture,
     SamplingParams,
     TensorMeta,
     TokenStream,
     VersionSpan,
 )
 from rltool.engines.weight_version import WeightVersion
-from rltool.errors import EngineError, EngineRejected, EngineUnreachable, MissingLogprobs
+from rltool.errors import (
+    EngineError,
+    EngineRejected,
+    EngineUnreachable,
+    MissingLogprobs,
+    PicturesDiffer,
+    UsageError,
+)
 from rltool.weights.transport import Rendezvous, transport
 from rltool.weights.transports.sglang_group import open_sglang_group
 from tests import fleets
-from tests.contract.fakes.sglang import EXPECTED_KEY, FakeSglang, Fault
+from tests.contract.fakes.sglang import EXPECTED_KEY, PAD, FakeSglang, Fault
 
 SPEAKS = dialect("sglang")
 CONTROL = transport("sglang", "gloo").control
@@ -520,5 +529,48 @@ def test_a_server_restarted_under_its_old_url_is_stale_whatever_version_it_claim
         with FakeSglang(weight_version=str(version), port=first.port):
             await probe(where)
             assert fleet.member(where.url).state is State.STALE
+
+    play(scenario)
+
+
+# -- pictures
+
+
+def seeing(n: int = 1) -> GenerateRequest:
+    pictures = (Picture(1, 2, "data:A"), Picture(4, 3, "data:AB"))
+    return GenerateRequest((5, PAD, PAD, 6, PAD, PAD, PAD, 7), SamplingParams(4), "cd" * 16, n=n, pictures=pictures)
+
+
+def expanded(ids: list[int], urls: list[str], *, more: int = 1) -> list[int]:
+    """As many tokens as a URL has letters behind its colon, and one."""
+    left = iter(urls)
+    return [out for token in ids for out in ([PAD] * (len(next(left)) - 5 + more) if token == PAD else [token])]
+
+
+def test_an_engine_that_expands_pictures_as_the_trainer_does_samples_and_another_is_refused(engine, key_file):
+    async def scenario(client: EngineClient) -> None:
+        engine.expand = expanded
+        found = await client.generate(endpoint(engine, key_file), seeing(2), timeout=30)
+        assert [len(one.token_ids) for one in found] == [4, 4]
+        assert engine.bodies["/generate"]["image_data"] == ["data:A", "data:AB"]
+        again = await client.stream(endpoint(engine, key_file), seeing(), TokenStream(print), timeout=30)
+        assert again.token_ids == (await client.generate(endpoint(engine, key_file), seeing(), timeout=30))[0].token_ids
+        engine.expand = lambda ids, urls: expanded(ids, urls, more=2)
+        with pytest.raises(PicturesDiffer, match="to 10 tokens, the trainer's 8"):
+            await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
+        with pytest.raises(PicturesDiffer, match="to 10 tokens, the trainer's 8"):
+            await client.stream(endpoint(engine, key_file), seeing(), TokenStream(print), timeout=30)
+        engine.expand, engine.tells_prompt = expanded, False
+        with pytest.raises(PicturesDiffer, match="does not say to which tokens"):
+            await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
+
+    play(scenario)
+
+
+def test_a_prefill_engine_and_another_are_asked_for_text_alone(engine, key_file):
+    async def scenario(client: EngineClient) -> None:
+        both = endpoint(engine, key_file)
+        with pytest.raises(UsageError, match="a prefill engine with another takes text alone"):
+            await disaggregation.generate(client, both, both, seeing(), timeout=30)
 
     play(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from rltool.chat.conversation import Message
@@ -32,6 +33,28 @@ class Sums:
 
 def worth(said: list[str]) -> float:
     return len(said) + 0.5 * (sum(map(len, said)) % 2)
+
+
+class Seeing:
+    """Three turns with the row's pictures before and behind replies: two that its message shows, one by its path, and
+    one as bytes."""
+
+    async def reset(self, task: Task) -> Start:
+        self.said: list[str] = []
+        self.left = [
+            [{"type": "text", "text": "and"}, {"type": "image", "image": task.metadata["path"]}],
+            [{"type": "image", "image": base64.b64decode(task.metadata["base64"])}, {"type": "text", "text": "see"}],
+        ]
+        return Start(task.messages)
+
+    async def step(self, reply: Message) -> Step:
+        self.said.append(reply.text)
+        return Step([{"role": "user", "content": self.left.pop(0)}]) if self.left else Step(done=True)
+
+    async def reward(self) -> float:
+        return worth(self.said)
+
+    async def close(self) -> None: ...
 
 
 async def with_openai(task: Any) -> float:

@@ -130,6 +130,7 @@ def training(tmp_path: Path, tiny_untied_dir: Path, vllm_engine_untied: RunningE
         victim.stop()
 
 
+@pytest.mark.long  # test_adapter_sync.py kills one in a run, too
 def test_an_engine_killed_in_generation_is_sampled_around_and_comes_back_after_a_sync(training):
     training.begin()
     training.in_generation()

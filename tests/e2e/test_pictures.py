@@ -30,7 +30,7 @@ from rltool.rollout.groups import new_samples
 from rltool.rollout.measure.dump import read_dump
 from rltool.rollout.pictures import PictureReader, picture_file
 from rltool.rollout.tokenizer import load_tokenizer
-from tests.e2e.engines import serving_vllm
+from tests.e2e.engines import serving_sglang, serving_vllm
 from tests.e2e.job import Job
 from tests.e2e.megatron_models import hf_model, make_trainer, save_as_released
 from tests.e2e.pictures import PAD, batch_with_pictures, hf_picture_logprobs, picture, save_model
@@ -172,6 +172,12 @@ def engine(two_models, tmp_path_factory):
         yield running
 
 
+@pytest.fixture(scope="module")
+def sglang(two_models, tmp_path_factory):
+    with serving_sglang(two_models[0], tmp_path_factory.mktemp("sglang"), max_model_len=256) as running:
+        yield running
+
+
 def rows_with_pictures(directory):
     """Rows with none, one and several pictures: paths, a data URL, bytes, a palette with transparency."""
     for number, file in enumerate(FILES):
@@ -253,8 +259,10 @@ def test_engine_and_trainer_agree_on_samples_with_pictures_before_and_after_an_u
         assert logprobs[own].std() > 0.1
 
 
-def test_an_engine_that_expands_a_picture_to_other_tokens_is_refused(two_models, engine, tmp_path):
+@pytest.mark.parametrize("of", ["engine", pytest.param("sglang", marks=pytest.mark.long)])
+def test_an_engine_that_expands_a_picture_to_other_tokens_is_refused(two_models, request, tmp_path, of):
     """One that was started with other settings of the image processor."""
+    engine = request.getfixturevalue(of)
     other = tmp_path / "other"
     shutil.copytree(two_models[0], other)
     settings = json.loads((other / "preprocessor_config.json").read_text())
@@ -281,12 +289,31 @@ ROLES = (
 )
 
 
-def test_an_agent_s_pictures_are_trained_as_the_engine_saw_them(two_models, engine, tmp_path):
-    """Recorded by the run's gateway, against transformers and the trainer; in the second step with other weights."""
+AGENT = 'agent = "tests.e2e.agents:with_pictures"\nagent_workers = 1'
+ENVIRONMENT = 'environment = "tests.e2e.agents:Seeing"'
+
+
+@pytest.mark.parametrize(
+    ("of", "plays", "turns"),
+    [
+        pytest.param("engine", AGENT, 2, id="agent"),
+        pytest.param("engine", ENVIRONMENT, 3, id="environment"),
+        pytest.param("sglang", ENVIRONMENT, 3, id="sglang", marks=pytest.mark.long),
+    ],
+)
+def test_pictures_of_several_turns_are_trained_as_the_engine_saw_them(two_models, request, tmp_path, of, plays, turns):
+    """Recorded by the run's gateway, or shown by an environment, against transformers and the trainer; in the second
+    step with other weights."""
+    engine = request.getfixturevalue(of)
     path = shutil.copytree(two_models[0], tmp_path / "model")
     (path / "chat_template.jinja").write_text(ROLES)
-    urls = ["data:image/png;base64," + base64.b64encode(file).decode() for file in FILES]
-    rows = [{"prompt": "x", "metadata": {"pictures": [urls[i], urls[(i + 1) % 4]]}} for i in range(4)]
+    if plays == AGENT:
+        urls = ["data:image/png;base64," + base64.b64encode(file).decode() for file in FILES]
+        rows = [{"prompt": "x", "metadata": {"pictures": [urls[i], urls[(i + 1) % 4]]}} for i in range(4)]
+        in_prompt = 1
+    else:
+        (tmp_path / "media").mkdir()
+        rows, in_prompt = [of_environment(tmp_path / "media", i) for i in range(4)], 2
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     Endpoints(models={"policy": ModelEndpoints(engines=(engine.endpoint,))}).save(tmp_path / "endpoints.json")
     (tmp_path / "run.toml").write_text(f"""
@@ -300,16 +327,17 @@ torch_threads = 1
 lr = 1e-3
 [data]
 train = ["{tmp_path}/rows.jsonl"]
+media_root = "{tmp_path}/media"
 [rollout]
 prompts_per_step = 4
 samples_per_prompt = 4
 max_turn_tokens = 8
 dump = true
-agent = "tests.e2e.agents:with_pictures"
-agent_workers = 1
+{plays}
 [sampling]
 max_prompt_tokens = 100
-max_response_tokens = 100
+max_response_tokens = {100 if plays == AGENT else 150}
+stop_token_ids = {[] if plays == AGENT else list(range(3, 24))}  # a reply that is cut ends an environment's episode
 [monitor]
 logprob_difference_limit = 1e-5
 """)
@@ -323,8 +351,8 @@ logprob_difference_limit = 1e-5
         places, files = places_of(sample.picture_places), list(map(picture_file, sample.multimodal_inputs["image"]))
         tokens = torch.tensor([*sample.prompt_ids, *sample.response_ids])
         at = [place.at < len(sample.prompt_ids) for place in places]
-        assert at == [True, False][: len(places)] and places[0].size == len(files[0])
-        if len(places) < 2 or (tokens == pad).sum() > sum(place.tokens for place in places):
+        assert at == [i < in_prompt for i in range(len(places))] and places[0].size == len(files[0])
+        if sample.turns < turns or (tokens == pad).sum() > sum(place.tokens for place in places):
             continue  # it has written a placeholder, which transformers takes for a picture's
         with torch.no_grad():
             expected = hf_picture_logprobs(model, path, tokens, files, pad)[len(sample.prompt_ids) :]
@@ -332,3 +360,14 @@ logprob_difference_limit = 1e-5
         torch.testing.assert_close(torch.tensor(sample.response_logprobs)[own], expected[own], rtol=0, atol=1e-5)
         compared += int(own.sum())
     assert compared > 50
+
+
+def of_environment(media, number):
+    """A row for `Seeing`, whose prompt has two pictures and whose episode four."""
+    for i, file in enumerate(FILES):
+        (media / f"{i}.png").write_bytes(file)
+    last = base64.b64encode(FILES[(number + 3) % 4]).decode()
+    return chat("see ", {"type": "image"}, "or", {"type": "image"}) | {
+        "images": [f"{number}.png", f"{(number + 1) % 4}.png"],
+        "metadata": {"path": f"{(number + 2) % 4}.png", "base64": last},
+    }

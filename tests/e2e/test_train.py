@@ -231,6 +231,7 @@ def test_a_tensor_parallel_trainer_sends_whole_tensors(direct):
     assert direct.steps("tp")[0]["train/logprob_abs_diff_mean"] < 1e-5
 
 
+@pytest.mark.long  # the quickstart rises by more
 def test_a_reward_rises(direct):
     """The whole loop learns: GRPO on the share of lower-case letters, from a model of random weights."""
     sets = ["steps=20", "eval.sets={}", "sampling.stop_token_ids=[]", "sampling.max_response_tokens=48"]

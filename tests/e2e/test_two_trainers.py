@@ -50,6 +50,7 @@ def holder(engine: RunningEngine) -> dict | None:
     return lease and lease["holder"]
 
 
+@pytest.mark.long  # tests/contract/test_lease.py has the lease by itself
 def test_the_second_run_is_refused_until_it_steals_and_then_the_first_ends(job, first, vllm_engine_tied):
     engine = vllm_engine_tied
     assert (holder(engine)["name"], holder(engine)["pid"]) == ("first", first.pid)

@@ -5,7 +5,7 @@ requirements/torchvision_on_cpu.py):
 
 - `sgl_kernel`, its kernel package, has no CPU wheel. Here every submodule and attribute of that name exists, and raises
   NotImplementedError when it is called: a code path that really needs a kernel fails by name, instead of computing
-  nonsense.
+  nonsense. So do those of its operators that a module of SGLang's looks up when it is imported.
 - NIXL, where it is installed: SGLang calls its KV cache VRAM wherever it lies, and UCX refuses host memory under that
   name. Here it is called DRAM, which it is.
 - memory of the host that it copies from a GPU to, such as that of routed experts, or to one from, such as adapters, is
@@ -80,6 +80,16 @@ CHANGED = {
 """What is done to a module once it is imported."""
 
 
+OPERATORS = {
+    "sglang.srt.models.qwen3_5": (
+        "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+    ),
+}  # fmt: skip
+"""Of torch.ops.sgl_kernel: what a module looks up when it is imported. All of Qwen's models with pictures import this
+one."""
+
+
 class _ChangingLoader(importlib.abc.Loader):
     def __init__(self, inner: importlib.abc.Loader, change: Callable[[types.ModuleType], None]) -> None:
         self.inner, self.change = inner, change
@@ -120,6 +130,11 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name.split(".")[0] == KERNEL_PACKAGE:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        if name in OPERATORS:
+            import torch
+
+            for operator in OPERATORS[name]:
+                setattr(torch.ops.sgl_kernel, operator, AbsentKernel(operator))
         if name in CHANGED:
             found = importlib.machinery.PathFinder.find_spec(name, path)
             if found is not None and found.loader is not None:

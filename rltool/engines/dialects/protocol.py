@@ -26,8 +26,9 @@ from rltool.engines.types import (
     HttpRequest,
     TokenScores,
     TokenStream,
+    json_list,
 )
-from rltool.errors import EngineError
+from rltool.errors import EngineError, PicturesDiffer
 
 PauseMode = Literal["keep", "wait", "abort"]
 SleepLevel = Literal[1, 2]
@@ -43,6 +44,26 @@ def in_waking_order(tags: Sequence[MemoryTag]) -> list[MemoryTag]:
     if not tags or not set(tags) <= set(MEMORY_TAGS):
         raise ValueError(f"memory tags are one or both of {', '.join(MEMORY_TAGS)}, not {list(tags)}")
     return [tag for tag in MEMORY_TAGS if tag in tags]
+
+
+def check_expansion(request: GenerateRequest, found: Any) -> None:
+    """PicturesDiffer unless the prompt ids that an engine returns, `found`, are those that the trainer has, where the
+    prompt has pictures."""
+    if not request.pictures:
+        return
+    ids = json_list(found)
+    if ids is None:
+        raise PicturesDiffer(
+            "the engine does not say to which tokens it expanded the pictures of a prompt: it, or a router before it, "
+            "does not know them"
+        )
+    if ids == list(request.prompt_ids):
+        return
+    lengths = f"{len(ids)} tokens, the trainer's {len(request.prompt_ids)}"
+    raise PicturesDiffer(
+        f"the engine expanded a prompt with {len(request.pictures)} pictures to {lengths}: it has another image "
+        "processor or other settings of it (preprocessor_config.json, --mm-processor-kwargs, --mm-process-config)"
+    )
 
 
 Version = tuple[int, ...]

@@ -25,6 +25,7 @@ from rltool.engines.dialects.protocol import (
     PauseMode,
     SleepLevel,
     Versions,
+    check_expansion,
     in_waking_order,
 )
 from rltool.engines.dialects.routed_experts import from_int32
@@ -33,7 +34,6 @@ from rltool.engines.dialects.supported import has
 from rltool.engines.replies import failure_within
 from rltool.engines.types import (
     SEED_MODULUS,
-    TEXT_ALONE,
     Completion,
     Drafts,
     EngineCounters,
@@ -112,8 +112,6 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             raise UsageError(
                 "SGLang stops at no token at all under ignore_eos: leave out ignore_eos or the stop_token_ids"
             )
-        if request.pictures:
-            raise UsageError(f"rltool sends pictures to vLLM's engines directly: SGLang, and a router, {TEXT_ALONE}")
         if sampling.return_sampling_mask:
             raise UsageError("SGLang and sglang-router do not return the tokens that top_p and top_k leave")
         # An unknown parameter is a 500 of SGLang, and sglang-router drops what it does not know: only these.
@@ -141,6 +139,14 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             body["return_routed_experts"] = True
         if request.adapter:
             body["lora_path"] = request.adapter
+        if request.pictures:
+            # One placeholder is one picture, in token ids as in text (multimodal/processors/base_processor.py,
+            # build_input_ids); what they became it tells where it is asked (managers/tokenizer_manager.py).
+            body |= {
+                "input_ids": request.unexpanded,
+                "image_data": [picture.url for picture in request.pictures],
+                "return_prompt_token_ids": True,
+            }
         return HttpRequest("POST", GENERATE_PATH, body)
 
     def request_ids(self, request: GenerateRequest) -> list[str]:
@@ -149,6 +155,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
     def parse_generate(self, request: GenerateRequest, replies: list[Any]) -> list[Completion]:
         if len(replies) != request.n:
             raise EngineError(f"{GENERATE_PATH} gave {len(replies)} replies where {request.n} samples were asked for")
+        for reply in replies:
+            check_expansion(request, _one(reply).get("prompt_token_ids"))
         return [with_routed_experts(parse_reply(reply), reply, request) for reply in replies]
 
     def stream(self, request: GenerateRequest) -> HttpRequest | None:
@@ -168,6 +176,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
         if (end.get("status_code") or 0) >= 400:
             refused = {"message": end.get("message"), "code": end["status_code"]}
             raise failure_within(GENERATE_PATH, refused, begun=came > 0)
+        if not came:
+            check_expansion(request, event.get("prompt_token_ids"))
         size = max(meta["completion_tokens"], len(token_ids))
         new, is_whole = size - came, len(token_ids) == size
         if new < 0 or (new and not is_whole and len(token_ids) != new):
@@ -333,8 +343,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
 
 def parse_reply(reply: Any) -> Completion:
     """One sample of /generate. Raises EngineError for another shape, MissingLogprobs for a missing log-probability."""
-    each = json_list(reply)
-    sample = json_object(each[0] if each is not None and len(each) == 1 else reply)
+    sample = _one(reply)
     meta = json_object(sample.get("meta_info"))
     if not meta or "output_ids" not in sample:
         raise EngineError(f"{GENERATE_PATH} replied without output_ids and meta_info: {json.dumps(reply)[:300]}")
@@ -361,6 +370,11 @@ def _completion(
         tuple(token_ids), tuple(entry[0] for entry in entries), reason, spans, cached_tokens=meta.get("cached_tokens"),
         drafts=_drafts(meta),
     )  # fmt: skip
+
+
+def _one(reply: Any) -> Mapping[str, Any]:
+    each = json_list(reply)
+    return json_object(each[0] if each is not None and len(each) == 1 else reply)
 
 
 def with_routed_experts(completion: Completion, reply: Any, request: GenerateRequest) -> Completion:

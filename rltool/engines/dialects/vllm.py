@@ -23,6 +23,7 @@ from rltool.engines.dialects.protocol import (
     PauseMode,
     SleepLevel,
     Versions,
+    check_expansion,
     in_waking_order,
 )
 from rltool.engines.dialects.routed_experts import from_npy
@@ -46,7 +47,7 @@ from rltool.engines.types import (
     json_list,
     json_object,
 )
-from rltool.errors import EngineError, MissingLogprobs, PicturesDiffer, UsageError
+from rltool.errors import EngineError, MissingLogprobs, UsageError
 
 GENERATE_PATH = sglang_api.VLLM_PATH
 ABORT_PATH = routes.ABORT_PATH
@@ -126,8 +127,8 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
     def parse_event(self, request: GenerateRequest, event: Any, so_far: TokenStream) -> Completion:
         if "error" in event:
             raise failure_within(self.generate_path, event["error"], begun=bool(so_far.token_ids))
-        if request.pictures and not so_far.token_ids:
-            _check_prompt(request, event.get("prompt_token_ids"))
+        if not so_far.token_ids:
+            check_expansion(request, event.get("prompt_token_ids"))
         [choice] = event["choices"]
         choice = choice | {"finish_reason": choice.get("finish_reason") or "abort"}
         # A server with an earlier plugin streams in vLLM's own form.
@@ -144,8 +145,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
             if choices is None or len(choices) != count:
                 found = "no" if choices is None else len(choices)
                 raise EngineError(f"{self.generate_path} returned {found} choices where {count} samples were asked for")
-            if request.pictures:
-                _check_prompt(request, reply.get("prompt_token_ids"))
+            check_expansion(request, reply.get("prompt_token_ids"))
             for choice in sorted(choices, key=lambda choice: choice["index"]):
                 completion = self.parse_choice(choice, request.sampling.return_sampling_mask)
                 completion = replace(completion, cached_tokens=_cached_tokens(reply), drafts=_drafts(choice, reply))
@@ -308,20 +308,6 @@ def parse_choice(choice: Mapping[str, Any], with_mask: bool = False) -> Completi
         best = [[(found["token_id"], found["logprob"]) for found in entry["top_logprobs"]] for entry in content]
         mask = find_mask(best).checked()
     return Completion(token_ids, tuple(entry["logprob"] for entry in content), reason, spans, mask)
-
-
-def _check_prompt(request: GenerateRequest, found: Any) -> None:
-    """Raises PicturesDiffer unless the engine has expanded the prompt to the tokens that the trainer has."""
-    ids = json_list(found)
-    if ids is None:
-        raise PicturesDiffer("the engine does not say to which tokens it expanded the pictures of a prompt")
-    if ids == list(request.prompt_ids):
-        return
-    lengths = f"{len(ids)} tokens, the trainer's {len(request.prompt_ids)}"
-    raise PicturesDiffer(
-        f"the engine expanded a prompt with {len(request.pictures)} pictures to {lengths}: it has another image "
-        "processor or other settings of it (preprocessor_config.json, --mm-processor-kwargs)"
-    )
 
 
 def _cached_tokens(reply: Mapping[str, Any]) -> int | None:

@@ -28,8 +28,8 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, Member
 from rltool.engines.fleet.state import State
 from rltool.engines.replies import making_sense_of
-from rltool.engines.types import HALVES, SEED_MODULUS, Completion, GenerateRequest, HttpRequest
-from rltool.errors import EngineError, EngineRejected
+from rltool.engines.types import HALVES, SEED_MODULUS, TEXT_ALONE, Completion, GenerateRequest, HttpRequest
+from rltool.errors import EngineError, EngineRejected, UsageError
 from rltool.processes.tasks import all_of
 
 VLLM_PATH = "/inference/v1/generate"
@@ -75,8 +75,11 @@ async def generate(
 
     timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
     calls, fails, and where a sample has other weights than `version`, those of both when this was called.
-    Raises what EngineClient.generate does; PrefillFailed for all that happens at the prefill engine but a refusal.
+    Raises what EngineClient.generate does; PrefillFailed for all that happens at the prefill engine but a refusal;
+    UsageError for pictures.
     """
+    if request.pictures:
+        raise UsageError(f"pictures go to engines that sample alone: a prefill engine with another {TEXT_ALONE}")
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
         if _pairing_of(decode) == "side_by_side":

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from rltool.chat.conversation import Conversation, Message, SentPicture, ToolCall
+from rltool.chat.conversation import Conversation, Message, SentPicture, ToolCall, joined
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
@@ -208,7 +208,7 @@ def _user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
 
 
 def _said(role: Literal["user", "tool"], parts: Sequence[str | SentPicture]) -> Message:
-    text, pictures = base.joined(parts)
+    text, pictures = joined(parts)
     return Message(role, text, pictures=pictures)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -166,17 +166,6 @@ def picture(url: Any, field: str, detail: Any = None) -> SentPicture:
     if detail not in (None, "auto", "high"):
         raise BadRequest(f"{field}: detail {_shown(detail)} is not served", field=field, code="unsupported_content")
     return SentPicture(0, url)
-
-
-def joined(parts: Iterable[str | SentPicture]) -> tuple[str, tuple[SentPicture, ...]]:
-    """(text, pictures) of a message."""
-    said, pictures = "", list[SentPicture]()
-    for part in parts:
-        if isinstance(part, str):
-            said += part
-        else:
-            pictures.append(SentPicture(len(said), part.source))
-    return said, tuple(pictures)
 
 
 def function_tool(name: Any, description: Any, parameters: Any, field: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall
+from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall, joined
 from rltool.gateway.apis import base
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.errors import BadRequest, RequestError
@@ -175,7 +175,7 @@ def _content(content: Any, field: str, role: str) -> tuple[str, tuple[SentPictur
         return "", ()
     if not isinstance(content, list):
         return base.text(content, field), ()
-    return base.joined(_part(base.record(part, field), f"{field}[{i}]", role) for i, part in enumerate(content))
+    return joined(_part(base.record(part, field), f"{field}[{i}]", role) for i, part in enumerate(content))
 
 
 def _part(part: dict[str, Any], field: str, role: str) -> str | SentPicture:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall
+from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall, joined
 from rltool.gateway.apis import base, responses_stream
 from rltool.gateway.apis.base import Answer, Asked, Event
 from rltool.gateway.apis.chat import ROLES, parse_arguments
@@ -215,7 +215,7 @@ def _item(item: dict[str, Any], field: str) -> Message:
 
 def _message(role: str, content: Any, field: str) -> Message:
     entries = content if isinstance(content, list) else [{"type": "text", "text": base.text(content, field)}]
-    text, pictures = base.joined(
+    text, pictures = joined(
         _part(base.record(entry, f"{field}[{i}]"), f"{field}[{i}]", role) for i, entry in enumerate(entries)
     )
     return Message(role, text, pictures=pictures)  # pyright: ignore[reportArgumentType]  # the values of ROLES

@@ -34,9 +34,9 @@ from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member, State
-from rltool.engines.types import ROUTING_KEY_HEADER, Completion, GenerateRequest, TokenStream, VersionSpan
+from rltool.engines.types import ROUTING_KEY_HEADER, TEXT_ALONE, Completion, GenerateRequest, TokenStream, VersionSpan
 from rltool.engines.weight_version import WeightVersion
-from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable
+from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
 from rltool.processes.tasks import beside
 from rltool.rollout.serving.fair_queue import FairQueue
 from rltool.rollout.serving.loads import Loads
@@ -225,8 +225,10 @@ class DataPlane:
         where an engine fails within it, what has come is returned as an aborted response.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,
-        with the last failure and the state of every engine.
+        with the last failure and the state of every engine. UsageError for pictures behind a router, which drops them.
         """
+        if request.pictures and self.router is not None:
+            raise UsageError(f"rltool sends pictures to engines directly: a router {TEXT_ALONE}")
         counted: dict[str, float] = {}
         """Engines that this request has failed at, and when that last counted against it."""
         avoid: str | None = None

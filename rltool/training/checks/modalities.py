@@ -82,8 +82,8 @@ def _disagrees(sample: Sample, family: Family) -> str | None:
     return None
 
 
-def agents_pictures(config: TrainConfig) -> Pictures | str:
-    """How the gateway of a run reads those that agents send, or why the run takes none."""
+def shown_pictures(config: TrainConfig) -> Pictures | str:
+    """How a run reads those that agents send and environments show, or why it takes none."""
     found, refused = _pictures(config), _settings(config)
     if found is None:
         return f"{config.model.path} has no image processor, or the trainer {TEXT_ALONE} of it"
@@ -92,8 +92,11 @@ def agents_pictures(config: TrainConfig) -> Pictures | str:
 
 def picture_reader(config: TrainConfig) -> PictureReader | None:
     """Of a model that takes pictures; None for others."""
-    pictures = _pictures(config)
-    return None if pictures is None else PictureReader(pictures, config.model.path, config.data.media_root)
+    pictures, rollout = _pictures(config), config.rollout
+    shown_later = config.algorithm.loss == "policy" and (rollout.environment or rollout.agent) is not None
+    if pictures is None:
+        return None
+    return PictureReader(pictures, config.model.path, config.data.media_root, shown_later=shown_later)
 
 
 def run_tokenizer(config: TrainConfig) -> Tokenizer:

@@ -45,7 +45,7 @@ from rltool.rollout.rewards.scoring import load_filter, load_hook
 from rltool.rollout.tokenizer import Tokenizer, load_tokenizer
 from rltool.training.checks.asked_models import check_reward_models, check_tasks
 from rltool.training.checks.disaggregated import check_groups
-from rltool.training.checks.modalities import run_tokenizer, training_refusal
+from rltool.training.checks.modalities import run_tokenizer, shown_pictures, training_refusal
 from rltool.training.checks.routing_replay import routing_of
 
 
@@ -295,7 +295,7 @@ def check_inputs(config: TrainConfig) -> str:
         if config.monitor.metrics is not None:
             load_metrics(config.monitor)
         load_eval_function(config.eval)
-        load_episodes(config)
+        load_episodes(config, shown_pictures(config))
         if isinstance(config.rollout.agent, str) and config.rollout.agent != "remote":
             check_agent(config.rollout.agent)
         load_filter(config.rollout)

@@ -37,6 +37,9 @@ PEER_SECONDS = 10.0
 """After a rank has crashed, for the others' errors: Ray reports a death a moment after the peers have
 seen their connections close."""
 
+_LOOK_SECONDS, _LOOKS = 1.0, 20
+"""For a process of Ray's that others have seen to die."""
+
 _OF_A_PEER = re.compile(
     r"connection (closed|reset) by peer|gloo/transport|timed out waiting|ncclRemoteError|ncclSystemError|"
     r"collective operation timeout|broken pipe",
@@ -59,10 +62,13 @@ class Loss:
     """Of a process of Ray's, without which some calls are never answered. text: for people, None while all live.
 
     The main thread's wait, or its next one, raises PartLost of it. Once: what closes the run may still ask actors.
+    look: writes text where such a process has ended, and returns its name; asked before another's death is reported,
+    which may be what followed from it.
     """
 
     text: str | None = None
     was_raised: bool = False
+    look: Callable[[], object] | None = None
 
     def raise_once(self) -> None:
         if self.text is not None and not self.was_raised and threading.current_thread() is threading.main_thread():
@@ -143,6 +149,7 @@ class _Wait:
         except SystemError as error:  # what Ray makes of a KeyboardInterrupt that comes at the wrong moment
             raise error.__cause__ or error from None
         except RayError as error:
+            _look_for_a_loss()
             raise PartLost(f"Ray itself was lost: {error}; go on with `rltool train --resume`") from error
         if self.pending or self._failures:
             self._failures |= _failures(done)
@@ -158,8 +165,19 @@ class _Wait:
                 return ray.get(self._refs)
         except RayError:
             failures = _failures(self._refs)
+        if any(map(has_died, failures.values())):
+            _look_for_a_loss()
         named = {self._names[ref]: error for ref, error in failures.items()}
         raise cause(named, [self._names[ref] for ref in self.pending]) from next(iter(failures.values()))
+
+
+def _look_for_a_loss() -> None:
+    """Raises it. A killed process closes its connections, by which others see its death, before it has ended."""
+    for _ in range(_LOOKS if LOSS.look is not None else 0):
+        if LOSS.text is not None or LOSS.look() is not None:
+            break
+        time.sleep(_LOOK_SECONDS / _LOOKS)
+    LOSS.raise_once()
 
 
 def rank_names(count: int) -> list[str]:

@@ -138,7 +138,7 @@ class RayWatch:
     """
 
     def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
-        LOSS.text, LOSS.was_raised = None, False
+        LOSS.text, LOSS.was_raised, LOSS.look = None, False, self._look
         self._processes, self._closed = dict(processes), threading.Event()
         threading.Thread(target=self._run, name="ray-watch", daemon=True).start()
 
@@ -148,20 +148,23 @@ class RayWatch:
 
     def _run(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
-            for name, process in self._processes.items():
-                if _has_ended(process):
-                    self._end(name, process.pid)
-                    return
+            name = self._look()
+            if name is not None:
+                if not self._closed.wait(WATCHED[name]):
+                    write_at_once(f"error: {LOSS.text}\n")
+                    os._exit(PartLost.exit_code)
+                return
 
-    def _end(self, name: str, pid: int) -> None:
-        text = (
-            f"Ray's {name} (pid {pid}) died: it was killed (by the kernel for memory? see `dmesg`), or crashed. "
-            "`rltool stop` ends what is left of the run; go on with `rltool train --resume`"
-        )
-        LOSS.text = text
-        if not self._closed.wait(WATCHED[name]):
-            write_at_once(f"error: {text}\n")
-            os._exit(PartLost.exit_code)
+    def _look(self) -> str | None:
+        """The process that has ended, if one has; its text is then written."""
+        for name, process in self._processes.items():
+            if _has_ended(process):
+                LOSS.text = (
+                    f"Ray's {name} (pid {process.pid}) died: it was killed (by the kernel for memory? see `dmesg`), or "
+                    "crashed. `rltool stop` ends what is left of the run; go on with `rltool train --resume`"
+                )
+                return name
+        return None
 
 
 def watched_processes(before: set[psutil.Process]) -> dict[str, psutil.Process]:

@@ -27,7 +27,7 @@ from rltool.gateway.parts import Parts
 from rltool.processes.keys import make_key, read_key
 from rltool.rollout.generate import GenerateFunction, load_generate
 from rltool.rollout.serving.versions import VersionBook
-from rltool.training.checks.modalities import agents_pictures
+from rltool.training.checks.modalities import shown_pictures
 
 PATIENCE = RetryPolicy(attempts=1000, longest_delay=2.0)
 """For a gateway that is being started again; GATEWAY_SECONDS end it."""
@@ -67,7 +67,9 @@ class Generation:
         self._gateway: GatewayClient | None = None
         self._agents: Agents | None = None
         self._episodes: AgentEpisodes | None = None
-        self.function: GenerateFunction | None = load_episodes(config) or load_generate(config.rollout)
+        self.function: GenerateFunction | None = (
+            load_episodes(config, shown_pictures(config)) or load_generate(config.rollout)
+        )
         if config.rollout.agent is not None:
             self.function = self._episodes = self._agent_episodes(config.rollout.agent, refusal)
 
@@ -146,7 +148,7 @@ class Generation:
             key_file=key_file.absolute(),
             stop_token_ids=sampling.stop_token_ids,
             trust_remote_code=self._config.model.trust_remote_code,
-            pictures=agents_pictures(self._config),
+            pictures=shown_pictures(self._config),
         )
 
     def _gateway_config(self, parts: Parts) -> GatewayConfig:

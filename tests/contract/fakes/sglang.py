@@ -31,6 +31,8 @@ from tests.contract.fakes.generation import Batch, version_spans
 from tests.contract.fakes.nccl_engines import Workers
 
 VOCAB_SIZE = 100
+PAD = 66
+"""The placeholder of a picture."""
 EXPECTED_KEY = "fake-key"
 JOIN_SECONDS = 10.0
 RANKS = ("tp_rank", "dp_rank", "pp_rank", "rank")
@@ -60,7 +62,8 @@ class FakeSglang:
     back; routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts); rooms: where it
     met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
     generates. dp: replicas, with which the real one knows no update groups (an assertion, so a 500). incremental:
-    --incremental-streaming-output; says: every response in full; None: tokens of its seed.
+    --incremental-streaming-output; says: every response in full; None: tokens of its seed. expand: f(prompt ids,
+    data URLs of its pictures) -> prompt ids; tells_prompt: whether it returns them where it is asked.
     """
 
     seconds: float = 0.0
@@ -92,6 +95,8 @@ class FakeSglang:
     incremental: bool = True
     says: list[int] | None = None
     vocab_size: int = VOCAB_SIZE
+    expand: Callable[[list[int], list[str]], list[int]] | None = None
+    tells_prompt: bool = True
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -253,6 +258,12 @@ class FakeSglang:
             return web.json_response({"error": f"unexpected keyword argument {unknown.pop()!r}"}, status=500)
         if any(not 0 <= token < self.vocab_size for token in body["input_ids"]):
             await self._die()  # on a CPU the real one dies of it
+        prompt, images = body["input_ids"], body.get("image_data")
+        if images:
+            if self.expand is None or prompt.count(PAD) > len(images):  # an IndexError of the real one
+                return web.Response(text="Internal Server Error", status=500)
+            prompt = self.expand(prompt, images)
+        body = body | {"prompt": prompt}
         while self.batch.paused:  # its front end holds it back, and does not know its id yet
             await asyncio.sleep(0.001)
         if self.asleep:
@@ -338,7 +349,9 @@ class FakeSglang:
             meta["routed_experts"] = base64.b64encode(found.tobytes()).decode()
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
-        return {"text": "", "output_ids": tokens, "meta_info": meta}
+        told = self.tells_prompt and body.get("return_prompt_token_ids")
+        prompt = {"prompt_token_ids": body["prompt"]} if told else {}
+        return {"text": "", "output_ids": tokens, "meta_info": meta} | prompt
 
     async def _classify(self, request: web.Request) -> web.Response:
         body = self.bodies[request.path]

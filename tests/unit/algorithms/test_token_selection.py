@@ -43,6 +43,15 @@ def test_a_whole_number_of_tokens_is_not_lost_to_rounding_and_ties_are_in():
     assert top_entropy(torch.ones(3), torch.zeros(3), fraction=0.3).sum() == 0
 
 
+def test_tokens_that_differ_by_rounding_alone_are_chosen_together():
+    """The first token of four samples of one prompt, at the threshold: one of them went to another rank."""
+    entropies = torch.tensor([4.40, 4.41, 4.6, 4.6, 4.6, 4.6, 4.65, 4.66])
+    rounded = entropies.clone()
+    rounded[3] -= 1e-6
+    chosen = [top_entropy(values, torch.ones(8), fraction=0.5).tolist() for values in (entropies, rounded)]
+    assert chosen == [[0.0] * 2 + [1.0] * 6] * 2
+
+
 def test_tokens_of_low_entropy_have_no_policy_loss_and_stay_in_the_divisor():
     found, metrics = selected({"entropy": {"kind": "high_entropy", "fraction": 0.3}})
     assert torch.equal(found.is_weights, top_entropy(found.old_entropies, found.loss_mask, fraction=0.3))

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from rltool.chat.conversation import Message
-from rltool.environments.protocol import Start, Step, Task
+from rltool.environments.protocol import Given, Start, Step, Task
 
 
 def add(a: int, b: Annotated[int, "what is added"] = 1, how: Literal["plain", "loud"] = "plain") -> str:
@@ -69,6 +69,22 @@ class Paying(Counting):
 
     async def reward(self) -> float | None:
         return 0.1
+
+
+class Showing(Counting):
+    """Shows one message a turn, the first in `reset`."""
+
+    def __init__(self, *shown: Given) -> None:
+        super().__init__(len(shown) - 1)
+        self._shown = list(shown)
+
+    async def reset(self, task: Task) -> Start:
+        self.task = task
+        return Start([self._shown.pop(0)])
+
+    async def step(self, reply: Message) -> Step:
+        step = await super().step(reply)
+        return step if step.done else Step([self._shown.pop(0)])
 
 
 class Odd(Counting):

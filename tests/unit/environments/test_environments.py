@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
+from array import array
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rltool.chat.parsers.registry import PARSERS
 from rltool.chat.rendering import Renderer
 from rltool.config.rollout import RolloutConfig
 from rltool.engines.types import Completion, GenerateRequest, SamplingParams, VersionSpan
 from rltool.environments.episodes import EpisodeLimits, Episodes
+from rltool.environments.gym import TextGym
 from rltool.environments.loading import load_environment
 from rltool.environments.protocol import task_of
 from rltool.environments.scores import exact_answer
 from rltool.environments.tool_use import ToolUse
 from rltool.errors import EngineError, UsageError
+from rltool.models.pictures import Pictures, check_places, places_of
 from rltool.rollout.data import Prompt
 from rltool.rollout.generate import GenerateContext, fill_group
+from rltool.rollout.pictures import PictureReader, picture_file
 from rltool.rollout.sample import Sample, SampleStatus
 from rltool.rollout.tokenizer import Tokenizer
-from tests.gateway_models import Words, gateway_tokenizer
-from tests.unit.environments.own_environments import Counting, Odd, Paying, Telling, add
+from tests.gateway_models import PAD, Words, gateway_tokenizer, seeing_tokenizer, write_seeing_model
+from tests.unit.environments.own_environments import Counting, Odd, Paying, Showing, Telling, add
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 PLACE = "tests.unit.environments.own_environments"
@@ -63,14 +71,23 @@ class Plane:
 def play(words, renderer):
     """(make, script) -> the sample of one episode, and the plane."""
 
-    def play(make: Callable[[], Any], *script: str | Completion, tokens: int = 400, **limits: Any):
+    return player(words, renderer)
+
+
+def player(words: Words, renderer: Renderer, pictures: PictureReader | str = "it has no tower"):
+    def play(
+        make: Callable[[], Any], *script: str | Completion, tokens: int = 400, row: Prompt | None = None, **limits: Any
+    ):
         Counting.made.clear()
         plane = Plane(words, *script)
         sample = Sample(7, 0, 3, [1], prompt_text="2 + 3?", label="5", seed=11)
         given = EpisodeLimits(**{"turns": 8, "turn_tokens": None, "prompt_tokens": 400, "call_seconds": 5.0} | limits)
         sampling = SamplingParams(max_tokens=tokens)
-        context = GenerateContext(plane.generate, sampling, words.size, prompt=None)
-        asyncio.run(fill_group([sample], context, Episodes(make, renderer, given)))
+        if row is not None:
+            sample.multimodal_inputs = dict(row.multimodal_inputs)
+            sample.picture_places = array("q", row.picture_places)
+        context = GenerateContext(plane.generate, sampling, words.size, prompt=row)
+        asyncio.run(fill_group([sample], context, Episodes(make, renderer, given, pictures=pictures)))
         return sample, plane
 
     return play
@@ -256,11 +273,11 @@ def test_an_episode_without_an_answer_is_worth_nothing(play):
 
 
 def test_the_messages_of_a_row_are_the_beginning():
-    rows = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+    rows = ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi", "weight": 1})
     prompt = Prompt(3, (1,), "rendered", "x", messages=rows)
     task = task_of(Sample(0, 0, 3, [1], prompt_text="rendered", seed=4), prompt)
     assert [(message.role, message.text) for message in task.messages] == [("system", "be brief"), ("user", "hi")]
-    with pytest.raises(UsageError, match="content is text"):
+    with pytest.raises(UsageError, match="has a part 1: environments show text and images"):
         task_of(Sample(0, 0, 3, [1]), Prompt(3, (1,), "x", messages=({"role": "user", "content": [1]},)))
 
 
@@ -304,3 +321,214 @@ def test_environments_are_made_with_their_arguments():
     make = load_environment(RolloutConfig(environment=f"{PLACE}:Counting", environment_arguments={"times": 4}))
     assert make is not None and isinstance(make(), Counting) and make() is not make()
     assert load_environment(RolloutConfig()) is None
+
+
+# -- pictures
+
+
+@pytest.fixture(scope="module")
+def media(tmp_path_factory) -> Path:
+    """A folder of pictures, beside which there is another one."""
+    root = tmp_path_factory.mktemp("around") / "media"
+    root.mkdir()
+    for name, size in {"red": (40, 20), "blue": (70, 70), "../outside": (9, 9)}.items():
+        Image.new("RGB", size, name if name in ("red", "blue") else "black").save(root / f"{name}.png")
+    (root / "notes.png").write_text("no picture")
+    return root
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory, media) -> PictureReader:
+    words = Words(seeing_tokenizer())
+    token, [video] = words.tokenizer.convert_tokens_to_ids(PAD), words.spell("~", stop=False)
+    pictures = Pictures(token, patch=8, merge=2, deep=0, video=video)
+    return PictureReader(pictures, write_seeing_model(tmp_path_factory.mktemp("model")), media)
+
+
+@pytest.fixture
+def see(reader):
+    """As `play`, of a model that sees."""
+    words = Words(seeing_tokenizer())
+    tokenizer = Tokenizer(words.tokenizer, stop_ids=[words.stop], vocab_size=words.size)
+    return player(words, Renderer(tokenizer, PARSERS["hermes"], {}), reader)
+
+
+def file_of(kind: str = "webp") -> bytes:
+    stream = io.BytesIO()
+    Image.new("RGB", (16, 48), "green").save(stream, kind)
+    return stream.getvalue()
+
+
+def user(*parts: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": content}
+
+
+def image(value: Any) -> dict[str, Any]:
+    return {"type": "image", "image": value}
+
+
+def seen(sample: Sample, reader: PictureReader) -> list[tuple[str, int, int]]:
+    """(what stands before its tokens, rows, columns) of each picture, by the sample's own tokens."""
+    ids, words = [*sample.prompt_ids, *sample.response_ids], Words(seeing_tokenizer())
+    places = places_of(sample.picture_places)
+    check_places(ids, places, reader.pictures)
+    assert len(sample.multimodal_inputs["image"]) == len(places)
+    assert [place.size for place in places] == [len(picture_file(one)) for one in sample.multimodal_inputs["image"]]
+    return [(words.text(ids[place.at - 3 : place.at]), place.rows, place.columns) for place in places]
+
+
+def test_pictures_before_and_behind_replies_are_the_samples_and_the_engines(see, reader, media):
+    """Paths, bytes and a data URL, over three turns; what the engine is sent is what the sample has."""
+    url = "data:image/png;base64," + base64.b64encode((media / "blue.png").read_bytes()).decode()
+    openai = {"type": "image_url", "image_url": {"url": url}}
+    first = user("a", image("red.png"), "b", image(file_of()))
+    environment = Showing(first, user("c", openai), user(image("red.png"), "d"))
+    sample, plane = see(lambda: environment, "hello", "he", "hello he", tokens=2000)
+    assert (sample.status, sample.turns) == (SampleStatus.COMPLETED, 3)
+    start, end = "<|vision_start|>", "<|vision_end|>"
+    assert seen(sample, reader) == [
+        (f"\na{start}", 1, 2), (f"{end}b{start}", 3, 1), (f"\nc{start}", 4, 4), (f"r\n{start}", 1, 2),
+    ]  # fmt: skip
+    names = [Path(one).name if not one.startswith("data:") else "data" for one in sample.multimodal_inputs["image"]]
+    assert names == ["red.png", "data", "data", "red.png"]
+    in_prompt = [place.at < len(sample.prompt_ids) for place in places_of(sample.picture_places)]
+    assert in_prompt == [True, True, False, False]
+    mask = [0] * len(sample.prompt_ids) + list(sample.response_mask)
+    assert not any(any(mask[place.at : place.at + place.tokens]) for place in places_of(sample.picture_places))
+    ids = [*sample.prompt_ids, *sample.response_ids]
+    for request, count in zip(plane.requests, (2, 3, 4), strict=True):
+        assert list(request.prompt_ids) == ids[: len(request.prompt_ids)]
+        assert [(one.at, one.tokens) for one in request.pictures] == [
+            (place.at, place.tokens) for place in places_of(sample.picture_places)[:count]
+        ]
+        assert request.unexpanded.count(reader.pictures.token) == count
+    assert plane.requests[2].pictures[2].url == url
+
+
+def test_what_a_row_has_of_pictures_is_in_its_task_and_seen_where_it_is_shown(see, reader):
+    ids, sources, places = reader.read([5, reader.pictures.token, 6], ["red.png"])
+    row = Prompt(
+        3, tuple(ids), "rendered", messages=(user("see ", {"type": "image"}, "?"),),
+        multimodal_inputs={"image": sources}, picture_places=tuple(places),
+    )  # fmt: skip
+    sample, _ = see(lambda: Counting(0), "hello", row=row)
+    [environment] = Counting.made
+    assert environment.task.multimodal_inputs == {"image": sources}
+    assert environment.task.messages[0].pieces == ["see ", "?"]
+    assert seen(sample, reader) == [("e <|vision_start|>", 1, 2)]
+    silent, plane = see(lambda: Showing({"role": "user", "content": "hi"}), "hello", row=row)
+    assert silent.multimodal_inputs == {} and not silent.picture_places and not plane.requests[0].pictures
+    two = user({"type": "image"}, {"type": "image"})
+    more = Prompt(3, (5,), "x", messages=(two,), multimodal_inputs={"image": sources})
+    with pytest.raises(UsageError, match="has a part of type image without its picture"):
+        see(lambda: Counting(0), "hello", row=more)
+
+
+def test_an_episode_that_starts_over_has_its_own_pictures_alone(see, reader):
+    sample, _ = see(lambda: Showing(user(image("red.png")), user(image("blue.png"))), "hello", "he", tokens=2000)
+    sample.status = SampleStatus.ABORTED
+    words = Words(seeing_tokenizer())
+    tokenizer = Tokenizer(words.tokenizer, stop_ids=[words.stop], vocab_size=words.size)
+    limits = EpisodeLimits(turns=8, turn_tokens=None, prompt_tokens=400, call_seconds=5.0)
+    renderer = Renderer(tokenizer, PARSERS["hermes"], {})
+    episodes = Episodes(lambda: Showing(user(image("blue.png"))), renderer, limits, pictures=reader)
+    context = GenerateContext(Plane(words, "hello").generate, SamplingParams(max_tokens=400), words.size)
+    asyncio.run(fill_group([sample], context, episodes))
+    assert [(rows, columns) for _, rows, columns in seen(sample, reader)] == [(4, 4)]
+
+
+def draw(name: str) -> Any:
+    """Shows a picture."""
+    shown = [{"type": "text", "text": "here"}, {"type": "image", "path": f"{name}.png"}]
+    return ["a", "list"] if name == "none" else shown
+
+
+def test_a_tool_s_result_and_an_observation_may_have_pictures(see, reader):
+    call = '<tool_call>\n{"name": "draw", "arguments": {"name": "NAME"}}\n</tool_call>'
+    calls = [call.replace("NAME", name) for name in ("blue", "none")]
+    sample, _ = see(lambda: ToolUse([draw]), *calls, "5", tokens=2000)
+    assert [(rows, columns) for _, rows, columns in seen(sample, reader)] == [(4, 4)]
+    assert '["a", "list"]' in Words(seeing_tokenizer()).text(sample.response_ids)
+
+    class Game:
+        def reset(self, *, seed: int, options: Any) -> Any:
+            return [{"type": "text", "text": "look"}, image("red.png")], {}
+
+        def step(self, action: str) -> Any:
+            return [image("blue.png")], 0.0, action == "he", False, {}
+
+    for show, sizes in ((None, [(1, 2), (4, 4)]), (f"{__name__}:as_parts", [(3, 1), (3, 1)])):
+        sample, _ = see(lambda show=show: TextGym(Game, show=show), "hello", "he", tokens=2000)
+        assert [(rows, columns) for _, rows, columns in seen(sample, reader)] == sizes
+
+
+def as_parts(observation: Any) -> Any:
+    assert observation[-1]["type"] == "image"
+    return (image(file_of()),)
+
+
+def test_a_picture_counts_with_all_of_its_tokens(see):
+    shows = lambda: Showing(user("a"), user(image("blue.png")))  # noqa: E731
+    whole, _ = see(shows, "hello", "he", tokens=2000)
+    assert [place.tokens for place in places_of(whole.picture_places)] == [16]
+    sample, plane = see(shows, "hello", "he", tokens=len(whole.response_ids) - len("he.") - 10)
+    assert sample.status is SampleStatus.TRUNCATED and len(plane.requests) == 1 and not sample.picture_places
+    sample, _ = see(lambda: Showing(user(image("blue.png"))), "hello", prompt_tokens=30)
+    assert sample.status is SampleStatus.FAILED and "sampling.max_prompt_tokens = 30" in sample.failure
+
+
+def test_a_model_that_writes_the_placeholder_itself_gets_no_further_picture(see, reader):
+    """An engine could not tell it from those of pictures."""
+    words = Words(seeing_tokenizer())
+    version = (VersionSpan("run:0:1", 0, 2),)
+    for token in (reader.pictures.token, reader.pictures.video):
+        stray = Completion((token, words.stop), (-0.5, -0.5), "stop", version)
+        for first, second in (("a", image("red.png")), (image("red.png"), "a")):
+            sample, plane = see(lambda one=first, two=second: Showing(user(one), user(two)), stray, "he", tokens=2000)
+            assert sample.status is SampleStatus.TRUNCATED and len(plane.requests) == 1
+            assert sample.episode_reward == 1.0
+        sample, plane = see(lambda: Showing(user("a"), user("b")), stray, "he", tokens=2000)
+        assert sample.status is SampleStatus.COMPLETED and len(plane.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "said"),
+    [
+        (user("a", {"type": "video", "video": "a.mp4"}), "of role 'user' has video: environments show text and images"),
+        (user({"type": "input_audio", "input_audio": {"data": "AAAA"}}), "has audio: environments show"),
+        (user({"type": "document", "text": "x"}), "has a part 'document': environments show"),
+        (user({"type": "image"}), "has a part of type image without its picture"),
+        (user(image(object())), "cannot be written as JSON"),
+        ({"role": "system", "content": [image("red.png")]}, "of role 'system' has images"),
+        ({"role": "robot", "content": "x"}, "'robot', .* is no message of an environment: one has role, content"),
+        ({"role": "user", "content": "x", "tool_calls": []}, "'tool_calls': .* is no message of an environment"),
+        ("hello", "'hello' is no message of an environment"),
+        ({"role": "user", "content": 3}, "content of type int"),
+    ],
+)  # fmt: skip
+def test_what_is_no_message_of_text_and_pictures_is_refused_by_name(see, shown, said):
+    with pytest.raises(UsageError, match=said):
+        see(lambda: Showing(shown), "hello")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("../outside.png", "reset: message 0: ../outside.png: not in data.media_root"),
+        ("https://example.invalid/a.png", "pictures are not fetched"),
+        ("missing.png", "cannot be read"),
+        ("notes.png", "cannot be read"),
+        (b"GIF89a", "cannot be read"),
+    ],
+)
+def test_a_picture_that_cannot_be_read_fails_its_sample_with_its_reason(see, value, said):
+    sample, plane = see(lambda: Showing(user(image(value))), "hello")
+    assert sample.status is SampleStatus.FAILED and said in sample.failure and not plane.requests
+
+
+def test_a_model_without_a_tower_is_shown_no_picture(play):
+    with pytest.raises(UsageError, match=r"rollout.environment shows a picture, and it has no tower"):
+        play(lambda: Showing(user(image("red.png"))), "hello")
+    sample, _ = play(lambda: Showing(user("a", "b")), "hello")
+    assert sample.status is SampleStatus.COMPLETED

@@ -483,14 +483,14 @@ def test_marks_are_read_back(tmp_path):
         session.mark("another")
 
 
-def test_a_full_collection_looks_at_what_is_new_alone():
+def test_collections_look_at_what_is_new_once():
     """In a process of its own: it changes the whole interpreter."""
     program = (
         "import gc\n"
         "from rltool.gateway.main import look_at_new_objects_alone\n"
         "look_at_new_objects_alone()\n"
         "held = [[] for _ in range(1000)]\n"
-        "gc.collect()\n"
+        "gc.collect(1)\n"
         "new = len(gc.get_objects())\n"
         "frozen = gc.get_freeze_count()\n"
         "del held\n"

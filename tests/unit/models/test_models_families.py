@@ -335,8 +335,8 @@ def test_qwen3_vl_as_text_is_qwen3_with_its_own_default_of_rope_and_carries_the_
     names = [name.replace("model.", "model.language_model.", 1) for name, _ in alone.hf_tensors()]
     assert [name for name, _ in found.hf_tensors()] == names
     sees = {"text_config": text | {"rope_scaling": rope}, "vision_config": {"patch_size": 8}, "image_token_id": 9}
-    found = family_for(architecture | sees)
-    assert found.pictures == Pictures(token=9, patch=8, merge=2, deep=3) and found.modalities == {"image"}
+    found = family_for(architecture | sees | {"video_token_id": 8})
+    assert found.pictures == Pictures(token=9, patch=8, merge=2, deep=3, video=8) and found.modalities == {"image"}
     assert found.rotary.axes.bincount().tolist() == [24, 20, 20]
     assert found.rotary.axes[:4].tolist() == [0, 1, 2, 0] and not found.rotary.axes[60:].any()
     for name, value in {"mrope_section": [24, 20, 21], "mrope_interleaved": False}.items():

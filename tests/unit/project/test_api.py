@@ -14,8 +14,8 @@ from rltool import api
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = {
     "AlgorithmConfig", "Completion", "ContractViolation", "DataConfig", "Environment", "EvalContext", "EvalSet",
-    "Family", "FamilyDefinition",
-    "GenerateContext", "GenerateRequest", "Group", "LoggedRun", "LossTokens", "RewardContext", "RolloutContext",
+    "Family", "FamilyDefinition", "GenerateContext",
+    "GenerateRequest", "Group", "LoggedRun", "LossTokens", "Message", "RewardContext", "RolloutContext",
     "Sample", "SampleStatus", "SamplingParams", "Start", "Step", "Task", "TrainBatch", "Variant", "all_of",
     "check_advantage_function",
     "check_batch_hook", "check_data_source", "check_eval_function", "check_generate_function", "check_group_filter",

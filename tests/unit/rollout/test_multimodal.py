@@ -38,10 +38,10 @@ from rltool.rollout.pictures import PictureReader, for_engine
 from rltool.rollout.sample import Sample
 from rltool.training.checks import modalities
 from rltool.training.checks.modalities import (
-    agents_pictures,
     check_each_sample,
     check_samples,
     generation_refusal,
+    shown_pictures,
     training_refusal,
 )
 from rltool.training.checks.validate import check_inputs
@@ -267,10 +267,10 @@ def test_a_family_that_reads_them_is_not_refused_but_for_what_it_does_not_read(c
     assert "built-in generation" in str(generation_refusal(configured(), {"image", "video"}))
     for settings in (["trainer.world_size=2", "trainer.context_parallel=2"], ["trainer.shared_prefixes=true"]):
         assert "not implemented with pictures" in str(training_refusal(configured(*settings), {"image"}))
-        assert str(agents_pictures(configured(*settings))).startswith(settings[-1].split("=")[0])
-    assert agents_pictures(configured()) == sees.pictures
+        assert str(shown_pictures(configured(*settings))).startswith(settings[-1].split("=")[0])
+    assert shown_pictures(configured()) == sees.pictures
     monkeypatch.setattr(modalities, "PROCESSORS", ("preprocessor_config.json",))
-    assert "has no image processor" in str(agents_pictures(configured()))
+    assert "has no image processor" in str(shown_pictures(configured()))
 
 
 def test_rollouts_of_a_model_that_the_trainer_does_not_have_read_text_alone(configured, model, tmp_path):
@@ -289,12 +289,17 @@ PICTURES = Pictures(token=7, patch=8, merge=2, deep=0)
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory):
-    directory = make_tiny_vision_model(tmp_path_factory.mktemp("sees"), seed=0)
+def sees(tmp_path_factory):
+    """Directories of a model, and of pictures."""
     root = tmp_path_factory.mktemp("media")
     Image.new("RGB", (40, 20), "red").save(root / "red.png")
     (root / "notes.png").write_text("no picture")
-    return PictureReader(PICTURES, directory, root)
+    return make_tiny_vision_model(tmp_path_factory.mktemp("sees"), seed=0), root
+
+
+@pytest.fixture(scope="module")
+def reader(sees):
+    return PictureReader(PICTURES, *sees)
 
 
 def test_a_prompt_gets_a_placeholder_for_each_token_of_its_pictures(reader):
@@ -308,6 +313,23 @@ def test_a_prompt_gets_a_placeholder_for_each_token_of_its_pictures(reader):
     assert reader.read([7], [url])[0] == reader.read([7], [base64.b64encode(own).decode()])[0] == [7, 7]
     request = GenerateRequest(tuple(ids), SamplingParams(1), "id", pictures=for_engine({"image": sources}, places))
     assert request.unexpanded == [1, 7, 2, 7, 3] and [part.url for part in request.pictures] == [url, url]
+
+
+def test_pictures_without_a_place_are_kept_for_who_shows_them_later(configured, monkeypatch, sees, reader):
+    """And for nobody else."""
+    made = []
+    monkeypatch.setattr(modalities, "_pictures", lambda config: PICTURES)
+    monkeypatch.setattr(modalities, "PictureReader", lambda *_, shown_later: made.append(shown_later))
+    of_environment = "rollout.environment=tests.unit.environments.own_environments:Counting"
+    for sets in ([], [of_environment], ["rollout.agent=a:b"], [FUNCTION], [of_environment, 'algorithm.loss="sft"']):
+        modalities.picture_reader(configured(*sets))
+    assert made == [False, True, True, False, False]
+    later = PictureReader(PICTURES, *sees, shown_later=True)
+    ids, sources, places = later.read([1, 2], ["red.png"])
+    assert (ids, len(places)) == ([1, 2], 0) and Path(sources[0]).is_absolute()
+    assert later.read([1, 7], ["red.png"]) == reader.read([1, 7], ["red.png"])
+    with pytest.raises(ValueError, match="has 1 pictures, and its prompt has 2 places"):
+        later.read([7, 7], ["red.png"])
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,13 @@ from rltool.engines.types import (
     Drafts,
     EngineLoad,
     GenerateRequest,
+    Picture,
     Routing,
     SamplingParams,
     TokenStream,
     VersionSpan,
 )
-from rltool.errors import EngineError, EngineFailed, EngineRejected, MissingLogprobs, UsageError
+from rltool.errors import EngineError, EngineFailed, EngineRejected, MissingLogprobs, PicturesDiffer, UsageError
 from rltool.weights.transport import transport
 
 SPEAKS = SglangDialect()
@@ -125,6 +126,26 @@ def test_ignoring_the_end_is_passed_on_but_not_together_with_stop_tokens_which_i
     assert http.body["sampling_params"]["ignore_eos"] is True
     with pytest.raises(UsageError, match="no token at all under ignore_eos"):
         SPEAKS.generate(request(ignore_eos=True, stop_token_ids=(1,)))
+
+
+def seeing(n: int = 1) -> GenerateRequest:
+    pictures = (Picture(1, 2, "data:A"), Picture(4, 3, "data:B"))
+    return replace(request(n), prompt_ids=(5, 9, 9, 6, 9, 9, 9, 7), pictures=pictures)
+
+
+def test_a_prompt_with_pictures_goes_with_a_placeholder_for_each_and_is_compared_with_what_became_of_it():
+    sent = SPEAKS.generate(seeing(2))
+    assert [http.body["input_ids"] for http in sent] == [[5, 9, 6, 9, 7]] * 2
+    assert [http.body["image_data"] for http in sent] == [["data:A", "data:B"]] * 2
+    assert all(http.body["return_prompt_token_ids"] for http in sent)
+    assert not {"image_data", "return_prompt_token_ids"} & SPEAKS.generate(request())[0].body.keys()
+    own = [5, 9, 9, 6, 9, 9, 9, 7]
+    right, wrong = (reply() | {"prompt_token_ids": ids} for ids in (own, [*own[:-1], 9, 7]))
+    assert len(SPEAKS.parse_generate(seeing(2), [right, [right]])) == 2
+    with pytest.raises(PicturesDiffer, match="a prompt with 2 pictures to 9 tokens, the trainer's 8"):
+        SPEAKS.parse_generate(seeing(2), [right, wrong])
+    with pytest.raises(PicturesDiffer, match="does not say to which tokens .* or a router before it"):
+        SPEAKS.parse_generate(seeing(2), [right, reply()])
 
 
 def test_every_sample_is_a_request_of_its_own_with_its_own_seed():

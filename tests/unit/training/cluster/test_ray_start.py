@@ -110,8 +110,8 @@ def test_but_not_beyond_the_deadline():
             start_ray(start, 0.5, lambda _: None, None)
 
 
-# argv: the process of Ray's that dies, how the main thread waits: for an actor (with get_all) or in something else. A
-# process that ends with this one stands for each of Ray's.
+# argv: the process of Ray's that dies, how the main thread waits: for an actor (with get_all), for one whose death it
+# sees before the watch has looked, or in something else. A process that ends with this one stands for each of Ray's.
 LOSES = """
 import subprocess, sys, time
 import psutil, ray
@@ -124,6 +124,12 @@ part, waits = sys.argv[1:]
 begun = {name: subprocess.Popen("cat", stdin=subprocess.PIPE) for name in ray_start.WATCHED}
 ray_start.WATCHED["gcs_server"] = 0.5 if waits == "elsewhere" else 60.0
 ray.wait = lambda refs, **_: time.sleep(0.05) or ([], refs)
+def died(*_, **__):
+    raise ray.exceptions.ActorDiedError()
+
+if waits == "for a rank that dies of it":
+    ray_start.POLL_SECONDS = 60.0  # the watch comes late
+    ray.wait, ray.get = lambda refs, **_: (refs, []), died
 watch = RayWatch({name: psutil.Process(process.pid) for name, process in begun.items()})
 try:
     time.sleep(0.5)
@@ -144,6 +150,8 @@ except PartLost as error:
         ("raylet", "for an actor", 1, "error: "),
         ("gcs_server", "for an actor", 7, "raised: "),
         ("gcs_server", "elsewhere", 1, "error: "),
+        ("raylet", "for a rank that dies of it", 7, "raised: "),
+        ("gcs_server", "for a rank that dies of it", 7, "raised: "),
     ],
 )
 def test_a_process_of_rays_that_dies_ends_the_run_with_a_line_of_its_own(part, waits, code, beginning):
