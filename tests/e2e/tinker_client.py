@@ -252,7 +252,8 @@ def custom(service):
         return sum((each**2).sum() for each in logprobs), {}
 
     theirs, ours = (service.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(2))
-    adam = types.AdamParams(learning_rate=1e-2, eps=1e-8)
+    # Adam of a small eps would make whole steps of gradients that are rounding alone.
+    adam = types.AdamParams(learning_rate=1e-2, eps=1e-2)
     for seed in (1, 2):
         data = data_of(seed, True)
         given = theirs.forward_backward(data, "importance_sampling").result()

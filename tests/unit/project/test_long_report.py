@@ -238,20 +238,20 @@ import time
 import pytest
 tries = []
 
-@pytest.mark.timeout(1)
+@pytest.mark.timeout(3)
 def test_a():
     tries.append(1)
-    time.sleep(0.6)
+    time.sleep(1.6)
     assert len(tries) == 2
 
 @pytest.mark.timeout(0.2)
 def test_b():
-    time.sleep(3)
+    time.sleep(2)
 """
 
 
 def test_a_second_try_has_its_own_time(pytester):
-    """Two of 0.6 s in a limit of one; and a test that is too slow is that in both."""
+    """Two of 1.6 s in a limit of three; and a test that is too slow is that in both."""
     pytester.makeconftest("from tests.long_report import RunAgain\n"
         "def pytest_configure(config):\n    config.pluginmanager.register(RunAgain())\n")  # fmt: skip
     pytester.makepyfile(test_some=SLOW)
