@@ -231,9 +231,12 @@ def compare_with_transformers(ranks, family, every):
                 assert torch.equal(exported[name], tensor), f"{layout} {name}"
         for _, whole, found, *_ in results:
             if found is not None:
-                atol = 2e-5 if kind in (*LATENT, *DELTA) else 1e-5  # 1.2e-5 was seen, of logits up to 9
+                # Of latent attention 1.2e-5 was seen, of logits up to 9; of gated delta nets log-probabilities of
+                # transformers are 7.2e-6 from float64 and ours 9.6e-6, to either side.
+                atol = 2e-5 if kind in (*LATENT, *DELTA) else 1e-5
                 torch.testing.assert_close(whole, logits, rtol=0, atol=atol, msg=f"logits, {layout}")
-                torch.testing.assert_close(torch.cat(found), logprobs, rtol=0, atol=1e-5, msg=f"{layout}")
+                off = (torch.cat(found) - logprobs).abs()
+                assert off.max() <= (2e-5 if kind in DELTA else 1e-5) and off.mean() < 3e-6, f"{layout}: {off.max()}"
         assert metrics["train/loss"] == pytest.approx(loss, rel=1e-5), layout
         assert metrics["train/grad_norm"] == pytest.approx(norm, rel=1e-5), layout
         assert results[0][4].keys() == gradients.keys()
