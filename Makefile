@@ -64,11 +64,12 @@ wheel: venv
 # What takes too long for every change: each mode killed and resumed, both signals, engines and parts of Ray that fail in other ways, bf16 layouts over four ranks.
 # It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py), also where it is cut off:
 # ARGS="--long-resume" then goes on without what has passed at this commit, ARGS="--long-resume FILE" with one file of it.
+# With "=": pytest would take a file that is there for the tests to run, before it knows the option.
 # NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
 test-long: venvs
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
-	$(PYTHONS) .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report build/test-long.json $(ARGS)
+	$(PYTHONS) .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report=build/test-long.json $(ARGS)
 
 # On a host with a GPU, in the environment that is active there (PYTHON): the GPU's kernels against plain torch, experts, a colocated run.
 test-gpu:

@@ -173,10 +173,12 @@ class _Wait:
 
 def _look_for_a_loss() -> None:
     """Raises it. A killed process closes its connections, by which others see its death, before it has ended."""
-    for _ in range(_LOOKS if LOSS.look is not None else 0):
-        if LOSS.text is not None or LOSS.look() is not None:
-            break
-        time.sleep(_LOOK_SECONDS / _LOOKS)
+    look = LOSS.look
+    if look is not None:
+        for _ in range(_LOOKS):
+            if LOSS.text is not None or look() is not None:
+                break
+            time.sleep(_LOOK_SECONDS / _LOOKS)
     LOSS.raise_once()
 
 
