@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -218,13 +219,14 @@ def test_on_policy_distillation_comes_near_its_teacher_and_samples_as_it_trains(
     steps = kitchen.run(
         "distillation.on_policy_distillation", "distilled", dataset="deepmath", teacher_model=MODEL,
         teacher_checkpoint=teacher["sampler_path"], load_checkpoint_path=student["state_path"], groups_per_batch=8,
-        group_size=4, learning_rate=3e-3, lora_rank=16, max_tokens=12, max_steps=12, save_every=5, eval_every=0,
+        group_size=4, learning_rate=2e-3, lora_rank=16, max_tokens=12, max_steps=16, save_every=5, eval_every=0,
         compute_post_kl=True,
     )  # fmt: skip
-    assert max(step["teacher_kl"] for step in steps[-2:]) < 0.5 * steps[0]["teacher_kl"]
+    first, last = (statistics.mean(step["teacher_kl"] for step in some) for some in (steps[:2], steps[-4:]))
+    assert last < 0.5 * first, [step["teacher_kl"] for step in steps]
     for step in steps:
         check_of_numerics(step)
-    assert [each["name"] for each in kitchen.checkpoints("distilled")] == ["000005", "000010", "final"]
+    assert [each["name"] for each in kitchen.checkpoints("distilled")] == ["000005", "000010", "000015", "final"]
 
 
 @pytest.mark.long
