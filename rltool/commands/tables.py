@@ -75,6 +75,8 @@ def served_line(status: ServedStatus) -> str:
     parts = [f"{calls} calls done" + (f" ({'; '.join(kinds)})" if kinds else "")]
     if running := status.get("running"):
         parts.append(f"{running} is running")
+    if stalled := status.get("stalled"):
+        parts.append(stalled)
     parts.append(f"{sum(waiting.values())} wait" + (f" ({_by_client(waiting)})" if waiting else ""))
     if queued := status.get("queued_bytes"):
         parts.append(f"{sum(queued.values()):,} bytes have not ended ({_by_client(queued)})")

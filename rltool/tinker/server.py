@@ -339,7 +339,7 @@ class TinkerServer:
         calls = {kind: counts.copy() for kind, counts in tuple(service.counts.items())}
         status = ServedStatus(
             calls=calls, waiting=service.waiting(), models=service.models(), running=service.running,
-            queued_bytes=service.queued.by_client(),
+            stalled=service.stalled, queued_bytes=service.queued.by_client(),
             refused={who: found["refused"] for who, found in service.history.clients.items() if "refused" in found},
             requests=dict(self.requests),
         )  # fmt: skip

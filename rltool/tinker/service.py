@@ -224,6 +224,8 @@ class Service:
         """By kind, of the calls that this process has carried out."""
         self.running = ""
         """The kind of call that the trainer carries out now."""
+        self.stalled = ""
+        """Why no call is carried out, for people."""
         self._failed_saves: list[Call] = []
         """That are in the books as if they had not."""
         self._unwritten: tuple[Call, dict[str, Any], float] | None = None
@@ -958,13 +960,14 @@ class Service:
             self._journal.finish(call, result)
         except OSError as error:
             if self._unwritten is None:
-                logger.warning(
-                    "the result of a %s cannot be written to %s (%s): calls wait until it can", call.kind,
-                    self._directory, error.strerror,
-                )  # fmt: skip
+                self.stalled = (
+                    f"the result of a {call.kind} cannot be written to {self._directory} ({error.strerror}): calls "
+                    "wait until it can"
+                )
+                logger.warning("%s", self.stalled)
             self._unwritten = call, result, seconds
             return
-        self._unwritten = None
+        self._unwritten, self.stalled = None, ""
         if call.kind in _SAVES and "error" in result:
             self._failed_saves.append(call)
         self.history.carried_out(call, result, seconds)

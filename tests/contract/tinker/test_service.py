@@ -649,7 +649,9 @@ def test_a_result_that_the_disk_does_not_take_is_given_out_when_it_does_and_the_
                 assert await service.exclusively(lambda: asyncio.sleep(0, "done")) == "done"
                 assert torch.equal(trainer.models[model]["mean"], torch.zeros_like(trainer.models[model]["mean"]))
                 assert service.waiting() == {"a": 1} and service.queued.by_client()["a"] > 0
+                assert f"cannot be written to {tmp_path / 'True'} (" in service.stalled
         found = [await service.result("a", each, 5) for each in (number - 1, number)]
+        assert service.stalled == ""
         running.cancel()
         await asyncio.wait({running})
         service.close()
@@ -1711,6 +1713,7 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert 'rltool_served_models{run="lab",client="a"} 1' in metrics and status["queued_bytes"] == {}
     said = served_line(status)
     assert "9 bytes have not ended (a 9)" in served_line(status | {"queued_bytes": {"a": 9}})
+    assert "; calls wait for a disk; " in served_line(status | {"stalled": "calls wait for a disk"})
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1:] for row in rows}
