@@ -252,7 +252,7 @@ def test_failed_save_leaves_the_last_good_checkpoint_and_nothing_else(ranks, sav
     assert "exists already" in message
     assert not [child for child in children if "resource_tracker" not in child], "a save left processes behind"
     errors = ranks.run(case_failing_save, 2, path, tmp_path / "step_2")
-    assert all("SaveFailed" in error and "No space left" in error and "bytes are free" in error for error in errors)
+    assert all("DiskFull" in error and "No space left" in error and "bytes are free" in error for error in errors)
     assert directories.latest_checkpoint(tmp_path) == tmp_path / "step_1"
     assert {path.name for path in tmp_path.iterdir()} == {"step_1", "latest"}
 

@@ -235,7 +235,7 @@ def test_a_full_disk_of_one_rank_fails_the_save_on_all_and_training_goes_on(rank
     target.mkdir()
     for error, left, metrics in ranks.run(case_one_rank_fails, 2, path, batch, target, failing_rank):
         kind, text = error
-        assert kind == "SaveFailed" and "No space left on device" in text and str(target / "step_1") in text
+        assert kind == "DiskFull" and "No space left on device" in text and str(target / "step_1") in text
         assert "bytes and a little more" in text and "bytes are free in" in text
         assert left in (None, []) and metrics[0]["train/grad_norm"] > 0
     assert [found.name for found in directories.list_checkpoints(target)] == ["step_2"]
