@@ -64,7 +64,7 @@ class Comparison:
         with self.stages.stage("engines"):
             model = self._model(self.args.seeds[0])
             longest = str(MAX_PROMPT_TOKENS + MAX_RESPONSE_TOKENS + 16)  # room for the value check's tokens
-            on = ["--num-engines", "2", "--device", "cpu"] if self.gpus == [] else ["--num-engines", "1", *self.gpus]
+            on = ["--num-engines", "2", "--device", "cpu"] if not self.gpus else ["--num-engines", "1", *self.gpus]
             self.stages.do(
                 "serve-engines", "serve-engines", str(model), *on, "--max-model-len", longest, "--run", self.run.name,
                 "--detach", *(["--", *GPU_ENGINE] if self.gpus else []), note="engines are starting",

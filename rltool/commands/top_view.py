@@ -59,8 +59,8 @@ def frame(run: str, status: RunStatus, history: History) -> RenderableType:
 
 def served_frame(run: str, status: ServedStatus) -> RenderableType:
     """Of a served trainer: its calls by kind, and each client's models, waiting calls and samples in flight."""
-    doing = f"{running} is running" if (running := status.get("running")) else "waits for calls"
-    doing = status.get("stalled") or doing
+    running = status.get("running")
+    doing = status.get("stalled") or (f"{running} is running" if running else "waits for calls")
     calls = Table(title="calls that are done", title_justify="left")
     for name in ("kind", "calls", "failed", "seconds", "tokens", "tokens/s"):
         calls.add_column(name, justify="left" if name == "kind" else "right", no_wrap=True)

@@ -19,6 +19,9 @@ Given: TypeAlias = Message | Mapping[str, Any]
 """A message of an environment; one with pictures is a mapping as rows have it: `role`, `content` (Content), and of a
 tool's answer `tool_call_id`."""
 
+KEYS = ("role", "content", "tool_call_id", "name")
+ROLES: tuple[Role, ...] = get_args(Role)
+
 
 @dataclass(frozen=True)
 class Task:
@@ -123,10 +126,6 @@ def message_of(given: Given, source: Callable[[Any], str | None]) -> Message:
         raise UsageError(f"a message of role {role!r}: {error}") from error
     text, pictures = _joined(plain["content"], role, source)
     return Message(role, text, tool_call_id=given.get("tool_call_id"), name=given.get("name"), pictures=pictures)
-
-
-KEYS = ("role", "content", "tool_call_id", "name")
-ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def _joined(

@@ -72,7 +72,7 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
                 asyncio.run(_serve(session, config, serving, parts, engines))
 
 
-def _say(line: str) -> None:
+def _log(line: str) -> None:
     with suppress(OSError):  # the log's disk is full, too
         write_line(line)
 
@@ -126,13 +126,13 @@ async def _serve(
             there = {endpoint: fleet.infos[endpoint.url] for endpoint in fleet.endpoints.engines}
             absent = Absent(tuple(fleet.absent), partial(_joining_problem, serving.lora_rank, fleet, base))
             samplers = adapter_samplers(
-                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=_say
+                there, absent, client, deadline=deadlines.generate, load_deadline=deadlines.sync, log=_log
             )
         elif fleet is not None:
             directory = config.weights.disk_dir / run.run_id if config.weights.disk_dir else run.path / "weights"
             sender = Trainer(session.ranks.handles(), session.ranks.device, directory, vocab_size)
             samplers = full_samplers(
-                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=_say
+                fleet, client, config, sender=sender, trainer=trainer, service=service, run=run, log=_log
             )
         else:
             samplers = None

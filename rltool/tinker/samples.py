@@ -1,7 +1,7 @@
 """Sampling requests of clients: begun when they are accepted, their results kept until they are old.
 
 They are in no journal: a sample is no part of any state. After a restart of the server, and where the result is kept no
-more, a client is told that its request is gone (410), which the released client answers by asking again.
+more, a poll gets 410, after which the released client sends the request again.
 """
 
 from __future__ import annotations

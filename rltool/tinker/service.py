@@ -5,7 +5,7 @@ state is that of the last snapshot and of the calls after it, carried out again 
 a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
 snapshot (`Service._compact`). A model whose session is idle (`Limits.session_timeout`) is evicted where another needs
 its place. A finished session, and a model that is unloaded and has no checkpoint, leave all tables; their names are
-refused for ever (410): a session's can be told by itself, a model's is known as long as its session.
+refused for ever (410): a session's has check digits, a model's is kept as long as its session.
 """
 
 from __future__ import annotations

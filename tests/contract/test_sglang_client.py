@@ -560,7 +560,7 @@ def test_an_engine_that_expands_pictures_as_the_trainer_does_samples_and_another
             await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
         with pytest.raises(PicturesDiffer, match="to 10 tokens, the trainer's 8"):
             await client.stream(endpoint(engine, key_file), seeing(), TokenStream(print), timeout=30)
-        engine.expand, engine.tells_prompt = expanded, False
+        engine.expand, engine.returns_prompt = expanded, False
         with pytest.raises(PicturesDiffer, match="does not say to which tokens"):
             await client.generate(endpoint(engine, key_file), seeing(), timeout=30)
 

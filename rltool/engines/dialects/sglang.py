@@ -141,7 +141,8 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             body["lora_path"] = request.adapter
         if request.pictures:
             # One placeholder is one picture, in token ids as in text (multimodal/processors/base_processor.py,
-            # build_input_ids); what they became it tells where it is asked (managers/tokenizer_manager.py).
+            # build_input_ids); return_prompt_token_ids has the reply hold what they became (managers/
+            # tokenizer_manager.py).
             body |= {
                 "input_ids": request.unexpanded,
                 "image_data": [picture.url for picture in request.pictures],

@@ -63,7 +63,7 @@ class FakeSglang:
     met others for a KV cache. logits: of a classifier's head for whatever it is asked; None: it
     generates. dp: replicas, with which the real one knows no update groups (an assertion, so a 500). incremental:
     --incremental-streaming-output; says: every response in full; None: tokens of its seed. expand: f(prompt ids,
-    data URLs of its pictures) -> prompt ids; tells_prompt: whether it returns them where it is asked.
+    data URLs of its pictures) -> prompt ids; returns_prompt: whether it returns them where it is asked.
     """
 
     seconds: float = 0.0
@@ -96,7 +96,7 @@ class FakeSglang:
     says: list[int] | None = None
     vocab_size: int = VOCAB_SIZE
     expand: Callable[[list[int], list[str]], list[int]] | None = None
-    tells_prompt: bool = True
+    returns_prompt: bool = True
 
     def __post_init__(self) -> None:
         self.batch = Batch((self.weight_version, dict(self.weights)))
@@ -349,8 +349,8 @@ class FakeSglang:
             meta["routed_experts"] = base64.b64encode(found.tobytes()).decode()
         if self.drop_logprobs:
             del meta["output_token_logprobs"]
-        told = self.tells_prompt and body.get("return_prompt_token_ids")
-        prompt = {"prompt_token_ids": body["prompt"]} if told else {}
+        wanted = self.returns_prompt and body.get("return_prompt_token_ids")
+        prompt = {"prompt_token_ids": body["prompt"]} if wanted else {}
         return {"text": "", "output_ids": tokens, "meta_info": meta} | prompt
 
     async def _classify(self, request: web.Request) -> web.Response:

@@ -275,13 +275,7 @@ def sglang(request, words, tokenizer_dir, tmp_path):
 
 def test_sglang_streams_and_its_tokens_are_recorded_as_it_made_them(sglang):
     engine, gateway, session, client = sglang
-    said = ""
-    for chunk in client.chat.completions.create(**HI, stream=True):
-        text = chunk.choices[0].delta.content or ""
-        if text and not said:
-            assert text == "a" and not gateway.record(session)["turns"]
-            engine.hurry()
-        said += text
+    said = gateway.as_made(client.chat.completions.create(**HI, stream=True), session, engine)
     [trajectory] = gateway.record(session)["trajectories"]
     size = len(engine.says)
     assert said == "a long answer" and trajectory["token_ids"][-size:] == engine.says

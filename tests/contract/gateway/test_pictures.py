@@ -128,14 +128,10 @@ def test_pictures_are_recorded_in_their_places_and_kept_once_over_turns_processe
 def test_a_turn_with_pictures_is_streamed_as_it_is_made(engine, gateway):
     session = gateway.open()
     engine.default, engine.seconds = WORDS.spell("a red one"), 1e6  # no token after the first
-    url, said = f"{gateway.url}/sessions/{session['id']}/v1", ""
+    url = f"{gateway.url}/sessions/{session['id']}/v1"
     with openai.OpenAI(base_url=url, api_key=session["key"], max_retries=0) as client:
-        for chunk in client.chat.completions.create(model="policy", messages=[user("see ", RED)], stream=True):
-            text = chunk.choices[0].delta.content or ""
-            if text and not said:
-                assert text == "a" and not gateway.record(session)["turns"]
-                engine.hurry()
-            said += text
+        stream = client.chat.completions.create(model="policy", messages=[user("see ", RED)], stream=True)
+        said = gateway.as_made(stream, session, engine)
     [trajectory] = gateway.record(session)["trajectories"]
     assert (said, sum(trajectory["loss_mask"])) == ("a red one", len(engine.default))
     assert trajectory["token_ids"].count(PICTURES.token) == 2

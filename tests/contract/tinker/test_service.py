@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
 import math
 import os
@@ -24,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 from aiohttp.test_utils import TestClient, TestServer
+from rich.console import Console
 
 import rltool.report.served as report_module
 import rltool.tinker.journal as journal_module
@@ -32,6 +34,7 @@ import rltool.tinker.service as service_module
 from rltool.algorithms.named_losses import LOSSES
 from rltool.cli import main
 from rltool.commands.tables import served_line
+from rltool.commands.top_view import served_frame
 from rltool.config.serve_trainer import ServeTrainerConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import EngineEndpoint
@@ -1713,7 +1716,11 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     assert 'rltool_served_models{run="lab",client="a"} 1' in metrics and status["queued_bytes"] == {}
     said = served_line(status)
     assert "9 bytes have not ended (a 9)" in served_line(status | {"queued_bytes": {"a": 9}})
-    assert "; calls wait for a disk; " in served_line(status | {"stalled": "calls wait for a disk"})
+    stalled = status | {"stalled": "calls wait for a disk", "running": ""}
+    assert "; calls wait for a disk; " in served_line(stalled)
+    top = Console(record=True, width=200, file=io.StringIO())
+    top.print(served_frame("lab", stalled))
+    assert "served trainer lab: calls wait for a disk" in top.export_text()
     assert said.startswith("4 calls done (") and "with 3 tokens" in said and "1 models (a 1)" in said
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1:] for row in rows}

@@ -1,4 +1,4 @@
-"""What comes of a full disk is told from other errors."""
+"""Errors that a full disk causes, and others."""
 
 from __future__ import annotations
 

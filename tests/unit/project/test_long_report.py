@@ -151,12 +151,19 @@ def test_processes_leave_out_what_passed_before(pytester, tmp_path, commit):
     assert made.read_text() == "ab" and found["not_run"] == [] and found["running"] == []
 
 
+def registers(pytester, *everywhere: str, once: tuple[str, ...] = ()) -> None:
+    """Plugins of all processes, and of the one that reports."""
+    pytester.makeconftest("\n".join([
+        "from pathlib import Path", "from tests.long_report import FailuresAtOnce, LongReport, RunAgain",
+        "def pytest_configure(config):",
+        *(f"    config.pluginmanager.register({plugin})" for plugin in everywhere),
+        "    if not hasattr(config, 'workerinput'):",
+        *(f"        config.pluginmanager.register({plugin})" for plugin in once or ("object()",)),
+    ]))  # fmt: skip
+
+
 def test_a_failure_is_named_at_once(pytester):
-    pytester.makeconftest(
-        "from tests.long_report import FailuresAtOnce\ndef pytest_configure(config):\n"
-        "    if not hasattr(config, 'workerinput'):\n"
-        "        config.pluginmanager.register(FailuresAtOnce(config))\n"
-    )
+    registers(pytester, once=("FailuresAtOnce(config)",))
     pytester.makepyfile(test_some=TESTS)
     for words in ([], ["-n", "1"]):
         result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *words)
@@ -199,14 +206,8 @@ def test_always(job):
 
 
 def test_a_test_that_fails_is_run_again_with_all_fixtures_anew_and_both_failures_are_in_the_log(pytester):
-    pytester.makeconftest(
-        "from pathlib import Path\nfrom tests.long_report import FailuresAtOnce, LongReport, RunAgain\n"
-        "def pytest_configure(config):\n"
-        "    config.pluginmanager.register(RunAgain())\n"
-        "    if not hasattr(config, 'workerinput'):\n"
-        "        config.pluginmanager.register(FailuresAtOnce(config))\n"
-        "        config.pluginmanager.register(LongReport(Path('report.json'), config.rootpath))\n"
-    )
+    report = "LongReport(Path('report.json'), config.rootpath)"
+    registers(pytester, "RunAgain()", once=("FailuresAtOnce(config)", report))
     pytester.makepyfile(test_some=AGAIN)
     for words in ([], ["-n", "1"]):
         result = pytester.runpytest_inprocess("-p", "no:cacheprovider", *words)
@@ -225,10 +226,11 @@ def test_a_test_that_fails_is_run_again_with_all_fixtures_anew_and_both_failures
 
 
 def test_fixtures_that_fail_to_end_before_the_second_try_are_an_error(pytester):
-    pytester.makeconftest("from tests.long_report import RunAgain\nimport pytest\n"
-        "@pytest.fixture(scope='session')\ndef engine():\n    yield\n    raise OSError('still there')\n"
-        "def pytest_configure(config):\n    config.pluginmanager.register(RunAgain())\n")  # fmt: skip
-    pytester.makepyfile(test_some="def test_a(engine): assert False\ndef test_b(): pass")
+    registers(pytester, "RunAgain()")
+    pytester.makepyfile(
+        test_some="import pytest\n@pytest.fixture(scope='session')\ndef engine():\n    yield\n"
+        "    raise OSError('still there')\ndef test_a(engine): assert False\ndef test_b(): pass"
+    )
     result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
     result.stdout.fnmatch_lines(["*OSError: still there", "*= 1 passed, *1 error*"])
 
@@ -246,13 +248,12 @@ def test_a():
 
 @pytest.mark.timeout(0.2)
 def test_b():
-    time.sleep(2)
+    time.sleep(2)  # it passes where the limit does not hold
 """
 
 
 def test_a_second_try_has_its_own_time(pytester):
     """Two of 1.6 s in a limit of three; and a test that is too slow is that in both."""
-    pytester.makeconftest("from tests.long_report import RunAgain\n"
-        "def pytest_configure(config):\n    config.pluginmanager.register(RunAgain())\n")  # fmt: skip
+    registers(pytester, "RunAgain()")
     pytester.makepyfile(test_some=SLOW)
     pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1, failed=1)

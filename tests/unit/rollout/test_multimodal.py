@@ -316,7 +316,7 @@ def test_a_prompt_gets_a_placeholder_for_each_token_of_its_pictures(reader):
 
 
 def test_pictures_without_a_place_are_kept_for_who_shows_them_later(configured, monkeypatch, sees, reader):
-    """And for nobody else."""
+    """Environments and agents do; a run without one refuses such a row."""
     made = []
     monkeypatch.setattr(modalities, "_pictures", lambda config: PICTURES)
     monkeypatch.setattr(modalities, "PictureReader", lambda *_, shown_later: made.append(shown_later))

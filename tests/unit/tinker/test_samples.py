@@ -1,4 +1,4 @@
-"""Sampling requests: what is asked for, which results are kept, and what a client is told of those that are not."""
+"""Sampling requests: what is asked for, which results are kept, and the answer to polls for others."""
 
 from __future__ import annotations
 
