@@ -41,6 +41,7 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
 from rltool.weights.verify.implied_checksums import adapter_checksums
+from tests.e2e.adapters import play
 from tests.e2e.engines import free_port, serving_sglang
 from tests.e2e.job import DEADLINE, Job, write_job
 from tests.ranks import flat_bytes, plan_of
@@ -265,6 +266,14 @@ def test_a_name_has_values_of_its_own_in_the_prefix_cache_and_a_server_refuses_i
                 await client.generate(one, GenerateRequest((3, 4), sampling, "1" * 32, adapter="first"), timeout=60.0)
 
     asyncio.run(ask())
+
+
+def test_each_sequence_is_sampled_with_the_adapter_that_it_named_while_others_come(engines, tmp_path):
+    """By its log-probabilities, against transformers."""
+    job, served = engines
+    one, _ = Endpoints.load(served.endpoints_file).models["policy"].engines
+    found = play(one, job.model, LoraConfig(rank=4, alpha=4), tmp_path)
+    assert found.own < 1e-5 < 0.01 < found.others
 
 
 def worker(
