@@ -18,7 +18,9 @@ from benchmarks.adapter_sync import RandomAdapter, Rounds
 from benchmarks.weight_sync import GROUP, Link
 from rltool.config.rollout import WeightsConfig
 from rltool.config.sections import LoraConfig
+from rltool.engines.adapters import write_adapter
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.vllm import VllmDialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.types import Completion, SamplingParams
 from rltool.models.adapters import PEFT_PREFIX
@@ -39,7 +41,8 @@ def play(
     device: str = "cpu", versions: int = 4, load: int = 3, tokens: int = 128,
 ) -> Differences:  # fmt: skip
     """Sends `versions` adapters from this process's `device`; `load` requests of `tokens` tokens run with each while
-    the next is sent and named, and beside the next one's requests."""
+    the next is sent and named, and beside the next one's requests. transport "adapters": each is a directory, which the
+    engine loads by its own route."""
     where = torch.device(device)
     weights = RandomAdapter(model, lora, where)
     sender = WeightSender(
@@ -51,6 +54,22 @@ def play(
     finally:
         sender.close()
     return compare(found, drawn, model, lora, work, where)
+
+
+class InDirectories(Rounds):
+    """By the engine's own route."""
+
+    directory: Path
+
+    async def send(self, version: str) -> None:
+        assert self.weights.plan.peft is not None
+        write_adapter(self.directory / version, self.weights.plan.peft, self.weights.tensors().items())
+
+    async def publish(self, name: str) -> None:
+        await self.link.run([VllmDialect().load_adapter(name, str(self.directory / name))])
+
+    async def drop(self, name: str) -> None:
+        await self.link.run([VllmDialect().unload_adapter(name)])
 
 
 Found = list[tuple[int, tuple[int, ...], Completion]]
@@ -67,9 +86,13 @@ async def _rounds(
     found: Found = []
     async with EngineClient() as client:
         link = Link(client, engine, "adapters", transport, [sender], 1, True)  # pyright: ignore[reportArgumentType]
-        await link.connect(work / "versions")
         probed = link.endpoint.probed(await client.probe(link.endpoint))
         rounds = Rounds(link, probed, weights, load, tokens)
+        if transport == "adapters":
+            rounds = InDirectories(link, probed, weights, load, tokens)
+            rounds.directory = work
+        else:
+            await link.connect(work / "versions")
         flying: list[asyncio.Task[Completion]] = []
         for number in range(versions):
             weights.draw(number)
@@ -84,7 +107,8 @@ async def _rounds(
                 await rounds.drop(f"v{number - 1}")
         found += [(versions - 1, prompt, await task) for prompt, task in zip(prompts, flying, strict=True)]
         await rounds.drop(f"v{versions - 1}")
-        await link.run(link.control.leave(GROUP))
+        if transport != "adapters":
+            await link.run(link.control.leave(GROUP))
     assert [number for number, _, _ in found] == [number for number in range(versions) for _ in range(load)]
     assert all(len(completion.token_ids) == tokens for _, _, completion in found)
     return found

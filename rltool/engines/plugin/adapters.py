@@ -257,9 +257,14 @@ def digests(manager: Any, lora_id: int) -> dict[str, str]:
         for number, part in enumerate(parts):
             for letter, shape in zip("AB", shapes.get(part, ()), strict=False):
                 stacked = layer.lora_a_stacked if letter == "A" else layer.lora_b_stacked
-                if len(stacked) != len(parts) or stacked[number].dim() != 4:  # experts'
+                if stacked[0].dim() == 2:  # of experts: one of each place and product, those of a place together
+                    if len(stacked) != len(parts) * len(adapters.lora_index_to_id):  # it has some of the experts
+                        continue
+                    held = stacked[index * len(parts) + number]
+                elif len(stacked) == len(parts):
+                    held = stacked[number][index, 0]
+                else:
                     continue
-                held = stacked[number][index, 0]
                 if held.shape[0] >= shape[0] and held.shape[1] >= shape[1]:
                     raw = held[: shape[0], : shape[1]].cpu().contiguous().flatten().view(torch.uint8).numpy()
                     found[f"{names.get(part, part)}.lora_{letter}"] = hashlib.sha256(raw.data).hexdigest()
