@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -40,8 +41,8 @@ def play(
     engine: EngineEndpoint, model: Path, lora: LoraConfig, work: Path, *, transport: Backend = "gloo",
     device: str = "cpu", versions: int = 4, load: int = 3, tokens: int = 128,
 ) -> Differences:  # fmt: skip
-    """Sends `versions` adapters from this process's `device`; `load` requests of `tokens` tokens run with each while
-    the next is sent and named, and beside the next one's requests. transport "adapters": each is a directory, which the
+    """Sends `versions` adapters, two or more, from this process's `device`; `load` requests of `tokens` tokens run with
+    each while the next is sent and named, and beside the next one's requests. transport "adapters": each is a directory, which the
     engine loads by its own route."""
     where = torch.device(device)
     weights = RandomAdapter(model, lora, where)
@@ -93,20 +94,27 @@ async def _rounds(
             rounds.directory = work
         else:
             await link.connect(work / "versions")
-        flying: list[asyncio.Task[Completion]] = []
+        flying: list[list[asyncio.Task[Completion]]] = []
+        half = 0.0
         for number in range(versions):
+            if number > 1:  # there are four places
+                found += [(number - 2, *pair) for pair in zip(prompts, await asyncio.gather(*flying[-2]), strict=True)]
+                await rounds.drop(f"v{number - 2}")
             weights.draw(number)
             drawn.append({name: tensor.clone() for name, tensor in weights.tensors().items()})
             await rounds.send(f"v{number}")
             await rounds.publish(f"v{number}")
-            assert not any(task.done() for task in flying), "in flight while the next was sent and named"
-            before = flying
-            flying = [asyncio.create_task(rounds.sample(f"v{number}", long, prompt)) for prompt in prompts]
-            found += [(number - 1, prompt, await task) for prompt, task in zip(prompts, before, strict=False)]
             if number:
-                await rounds.drop(f"v{number - 1}")
-        found += [(versions - 1, prompt, await task) for prompt, task in zip(prompts, flying, strict=True)]
-        await rounds.drop(f"v{versions - 1}")
+                assert not any(task.done() for task in flying[-1]), "in flight while the next was sent and named"
+            else:
+                started = time.perf_counter()
+                await rounds.sample("v0", long, prompts[0])
+                half = (time.perf_counter() - started) / 2
+            flying.append([asyncio.create_task(rounds.sample(f"v{number}", long, prompt)) for prompt in prompts])
+            await asyncio.sleep(half)
+        for number in (versions - 2, versions - 1):
+            found += [(number, *pair) for pair in zip(prompts, await asyncio.gather(*flying[number]), strict=True)]
+            await rounds.drop(f"v{number}")
         if transport != "adapters":
             await link.run(link.control.leave(GROUP))
     assert [number for number, _, _ in found] == [number for number in range(versions) for _ in range(load)]

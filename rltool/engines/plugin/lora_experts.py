@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.fused_moe import modular_kernel
-from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
