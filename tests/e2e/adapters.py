@@ -41,8 +41,8 @@ def play(
     engine: EngineEndpoint, model: Path, lora: LoraConfig, work: Path, *, transport: Backend = "gloo",
     device: str = "cpu", versions: int = 4, load: int = 3, tokens: int = 128,
 ) -> Differences:  # fmt: skip
-    """Sends `versions` adapters, two or more, from this process's `device`; `load` requests of `tokens` tokens run with
-    each while the next is sent and named, and beside the next one's requests. transport "adapters": each is a directory, which the
+    """Sends `versions` adapters from this process's `device`; `load` requests of `tokens` tokens run with each while
+    the next is sent and named, and beside the next one's requests. transport "adapters": each is a directory, which the
     engine loads by its own route."""
     where = torch.device(device)
     weights = RandomAdapter(model, lora, where)
