@@ -29,8 +29,9 @@ from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed
+from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed, experts_output
 from rltool.engines.plugin.loading import WeightUpdateError
+from rltool.engines.plugin.patches import LORA_EXPERTS_VARIABLE, experts_with_adapters
 from rltool.engines.plugin.prefetch import NotFetched
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
@@ -494,54 +495,57 @@ def test_adapters_of_experts_are_put_in_their_places_scaled_once_and_one_changed
     assert digests(manager, 2) == {}
 
 
-def test_experts_with_adapters_on_a_cpu_are_plain_products_of_each_tokens_own_adapter(monkeypatch):
-    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
-    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
-
-    from rltool.engines.plugin.lora_experts import LoraExperts, use
-
+def test_experts_with_adapters_on_a_cpu_are_plain_products_of_each_tokens_own_adapter():
     generator = torch.Generator().manual_seed(0)
     draw = partial(torch.randn, generator=generator)
     layer, experts, hidden, inner, tokens = of_experts(2, 3, 6, 5), 3, 6, 5, 7
     for stacked in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
         for tensor in getattr(layer, f"{stacked}_stacked"):
             tensor.copy_(draw(tensor.shape))
-    made: Any = LoraExperts.__new__(LoraExperts)
-    made.activation_config = SimpleNamespace(clamp_limit=None)
     places = torch.tensor([0, 1, -1, 1, 0, 0, -1])
-    made.set_lora_context(SimpleNamespace(
-        punica_wrapper=SimpleNamespace(token_lora_indices=places), w13_lora_a_stacked=layer.w13_lora_a_stacked,
-        w13_lora_b_stacked=layer.w13_lora_b_stacked, w2_lora_a_stacked=layer.w2_lora_a_stacked,
-        w2_lora_b_stacked=layer.w2_lora_b_stacked,
-    ))  # fmt: skip
-    monkeypatch.setattr(LoraExperts, "activation", lambda _, kind, out, x: out.copy_(
-        torch.nn.functional.silu(x[:, :inner]) * x[:, inner:]
-    ))  # fmt: skip
-    x, w1, w2 = draw(tokens, hidden), draw(experts, 2 * inner, hidden), draw(experts, hidden, inner)
+    layer.punica_wrapper = SimpleNamespace(token_lora_indices=places)
+    x, w13, w2 = draw(tokens, hidden), draw(experts, 2 * inner, hidden), draw(experts, hidden, inner)
     chosen, shares = draw(tokens, experts).topk(2).indices, draw(tokens, 2).softmax(-1)
-    output = torch.empty(tokens, hidden)
-    made.apply(output, x, w1, w2, shares, chosen, MoEActivation.SILU, experts)
-    for token, place_ in enumerate(places.tolist()):
+
+    def activate(both: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
+
+    output = experts_output(layer, x, (w13, w2), (shares, chosen), activate)
+    for token, number in enumerate(places.tolist()):
         expected = torch.zeros(hidden)
         for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
-            weights = [w1[expert][:inner], w2[expert], w1[expert][inner:]]
-            if place_ >= 0:
-                at = (place_, expert)
+            weights = [w13[expert][:inner], w2[expert], w13[expert][inner:]]
+            if number >= 0:
+                at = (number, expert)
                 pairs = [(layer.w13_lora_a_stacked[i][at], layer.w13_lora_b_stacked[i][at]) for i in (0, 1)]
                 pairs.insert(1, (layer.w2_lora_a_stacked[0][at], layer.w2_lora_b_stacked[0][at]))
                 weights = [weight + b @ a for weight, (a, b) in zip(weights, pairs, strict=True)]
             gate, down, up = weights
             expected += share * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
         assert torch.allclose(output[token], expected, rtol=1e-4, atol=1e-4)
-    # Models that take no adapters keep vLLM's own; experts that it does not compute are refused by name.
-    monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda config: "vLLM's own")
-    use()
-    use()
-    assert method.select_unquantized_moe_backend(SimpleNamespace(is_lora_enabled=False)) == "vLLM's own"
-    assert LoraExperts._supports_grouped_gemm(SimpleNamespace(has_bias=False)) == (True, None)
-    monkeypatch.setattr(LoraExperts, "is_supported_config", lambda cls, config, *_: cls._supports_grouped_gemm(config))
+
+
+def test_models_without_adapters_keep_vllms_experts_and_those_with_biases_are_refused_beside_adapters(monkeypatch):
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def able(cls, config, *_):
+        return cls._supports_grouped_gemm(config)
+
+    monkeypatch.setattr(CPUUnquantizedExperts, "is_supported_config", able)
+    monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda config: ("vLLM's own", None))
+    experts_with_adapters({})
+    assert not hasattr(method.select_unquantized_moe_backend, "rltool")
+    for _ in range(2):
+        experts_with_adapters({LORA_EXPERTS_VARIABLE: "1"})
+
+    def chosen(**config):
+        return method.select_unquantized_moe_backend(SimpleNamespace(**config))[1]
+
+    assert chosen(is_lora_enabled=False) is None
+    assert chosen(is_lora_enabled=True, has_bias=False).supports_lora()
     with pytest.raises(ValueError, match="its experts have biases; start the server without adapters"):
-        method.select_unquantized_moe_backend(SimpleNamespace(is_lora_enabled=True, has_bias=True))
+        chosen(is_lora_enabled=True, has_bias=True)
 
 
 def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():

@@ -277,7 +277,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
         return HttpRequest("POST", "/v1/unload_lora_adapter", {"lora_name": name}, tolerate=(404,))
 
     def no_expert_adapters(self, info: EngineInfo) -> str | None:
-        """On a CPU it has no kernel for them; rltool's plugin has (rltool.engines.plugin.lora_experts)."""
+        """On a CPU it has no kernel for them; rltool's plugin has (rltool.engines.plugin.patches)."""
         if info.device == "cpu" and not info.plugin:
             return "has no kernel for them on a CPU: start it with `rltool serve-engines --lora-rank`"
         return None

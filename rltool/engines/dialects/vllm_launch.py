@@ -18,8 +18,8 @@ from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
-from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE
-from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE, LORA_EXPERTS_VARIABLE
+from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE, LORA_EXPERTS_VARIABLE
+from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE
 from rltool.engines.types import json_object
 
 MIDDLEWARE = "rltool.engines.plugin.entry.RltoolMiddleware"

@@ -12,14 +12,14 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rltool.engines.plugin.patches import experts_with_adapters
+
 logger = logging.getLogger(__name__)
 
 FP8_FORMAT = "rltool_fp8"
 """vLLM's --load-format for a checkpoint in 16 or 32 bits whose linear layers are quantised as they are read."""
 FP8_VARIABLE = "RLTOOL_FP8"
 """With it the workers know that format."""
-LORA_EXPERTS_VARIABLE = "RLTOOL_LORA_EXPERTS"
-"""With it models have experts that take adapters on the CPU (rltool.engines.plugin.lora_experts)."""
 
 if os.environ.get(FP8_VARIABLE):
     from vllm.model_executor.model_loader import register_model_loader
@@ -28,10 +28,7 @@ if os.environ.get(FP8_VARIABLE):
 
     register_model_loader(FP8_FORMAT)(Fp8Loader)
 
-if os.environ.get(LORA_EXPERTS_VARIABLE):
-    from rltool.engines.plugin import lora_experts
-
-    lora_experts.use()
+experts_with_adapters()
 
 
 class WeightUpdateRecovery:
