@@ -141,8 +141,8 @@ def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:
     """Let mixtures of experts take adapters on the CPU. Without the variable nothing changes. Idempotent.
 
     With --enable-lora vLLM 0.32 takes its Triton kernels for all experts (select_unquantized_moe_backend in
-    model_executor/layers/fused_moe/oracle/unquantized.py), which a CPU has not; its experts there know no adapters.
-    These are in plain torch: to test with, not to be fast."""
+    model_executor/layers/fused_moe/oracle/unquantized.py); a CPU has neither these nor what is around them
+    (torch.ops._moe_C.moe_align_block_size, PunicaWrapperCPU.add_lora_w13). Ours are in plain torch: to test with."""
     if LORA_EXPERTS_VARIABLE not in environment:
         return
     from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
