@@ -472,7 +472,8 @@ NOT_SERVED = (
     (f"DELETE {CHECKPOINTS}/{{checkpoint}}/publish", "as above"),
     (f"GET {CHECKPOINTS}/{{checkpoint}}/external_weights_urls", "as above; `convert-ckpt` exports"),
     ("POST save_weights_external", "as above"),
-    ("POST create_custom_loss", "code of clients is not run; `forward_backward_custom` runs it in the client"),
+    ("POST create_custom_loss", "code of clients is not run: as client/config says, a client runs its traced losses "
+     "itself, and gets by `forward_backward_custom` what it would get here"),
     ("POST join_sampling_session", "asked for as long as client/config offers it"),
     ("POST retrieve_futures", "as above: the client asks for each sample by itself"),
     ("POST sessions/search", "`GET sessions` lists them"),
@@ -488,8 +489,9 @@ client's package."""
 RECIPES = (
     ("sl_loop", "half of the answers it learns are right; checkpoints with time to live", "loss below 0.3 in 16 steps",
      "test_sl_loop_learns_answers_and_its_checkpoints_are_there"),
-    ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce` (alpha, of "
-     "what samplers record) and not `gspo`, for which it gives no thresholds", "reward 0.2 to 1 in 8 steps",
+    ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce`, whose "
+     "formula is published nowhere (alpha: neither client, cookbook nor Tinker's page has it), and not `gspo`, for which "
+     "it gives no thresholds and no defaults are known", "reward 0.2 to 1 in 8 steps",
      "test_rl_loop_goes_on_from_there_and_its_reward_rises"),
     ("preference.dpo.train", "from there; `dataset=hhh`", "first loss log 2 to 1e-5, last below 0.5",
      "test_dpo_comes_to_prefer_what_was_chosen"),

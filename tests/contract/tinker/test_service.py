@@ -31,7 +31,7 @@ import rltool.report.served as report_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
-from rltool.algorithms.named_losses import LOSSES
+from rltool.algorithms.named_losses import LOSSES, NOT_HERE
 from rltool.cli import main
 from rltool.commands.tables import served_line
 from rltool.commands.top_view import served_frame
@@ -2010,7 +2010,7 @@ def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
 
 def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_call(tmp_path):
     theirs = set(of_the_client("losses"))
-    assert theirs - set(LOSSES) == {"stable_reinforce", "custom"} and set(LOSSES) <= theirs
+    assert theirs - set(LOSSES) == set(NOT_HERE) and set(LOSSES) <= theirs
     service, _ = make(tmp_path)
     server = TinkerServer(service, {"a": "tml-a"}, poll_seconds=5)
     policy = {"logprobs": [0.0] * 3, "advantages": [1.0] * 3}
@@ -2021,6 +2021,7 @@ def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_
 
             async def answer(seq: int, loss: str, **more: Any) -> tuple[int, Any]:
                 inputs = policy if loss != "cross_entropy" else {}
+                inputs = inputs | ({"sequence_ratio_mask": [0.0, 1.0, 1.0]} if loss == "gspo" else {})
                 proto = forward_proto(model, seq, tokens=[1, 2, 3], targets=[2, 3, 5], loss=loss, **inputs, **more)
                 head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
                 async with http.post(PREFIX + "forward_backward", data=proto, headers=head) as reply:
@@ -2033,7 +2034,10 @@ def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_
                 assert "proto" in (await service.result("a", int(promised["request_id"]), 5) or {}), loss
             for loss in sorted(theirs - set(LOSSES)):
                 status, refused = await answer(50, loss)
-                assert status == 422 and f"loss {loss!r} is not supported" in refused["error"]
+                assert status == 422 and f"loss {loss!r} is not supported: it {NOT_HERE[loss]}" in refused["error"]
+            # A server that ran them would say so in client/config; with the id of one the call is this.
+            status, refused = await answer(50, "custom", settings={"loss_id": "own"})
+            assert status == 422 and "loss 'custom' is not supported" in refused["error"]
             status, refused = await answer(50, "ppo", settings={"beta": 1.0})
             assert status == 422 and "loss_fn_config has beta, which it does not read" in refused["error"]
 
