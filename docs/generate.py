@@ -490,8 +490,8 @@ RECIPES = (
     ("sl_loop", "half of the answers it learns are right; checkpoints with time to live", "loss below 0.3 in 16 steps",
      "test_sl_loop_learns_answers_and_its_checkpoints_are_there"),
     ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce`, whose "
-     "formula is published nowhere (alpha: neither client, cookbook nor Tinker's page has it), and not `gspo`, for which "
-     "it gives no thresholds and no defaults are known", "reward 0.2 to 1 in 8 steps",
+     "formula is in neither client nor cookbook (alpha), and not `gspo`, for which it gives no thresholds and no "
+     "defaults are known", "reward 0.2 to 1 in 8 steps",
      "test_rl_loop_goes_on_from_there_and_its_reward_rises"),
     ("preference.dpo.train", "from there; `dataset=hhh`", "first loss log 2 to 1e-5, last below 0.5",
      "test_dpo_comes_to_prefer_what_was_chosen"),

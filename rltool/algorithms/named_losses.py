@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rltool.algorithms.losses import bounded_ratio, cispo_loss, ppo_loss, sequence_log_ratio, sft_loss
@@ -43,7 +42,7 @@ LOSSES: dict[str, NamedLoss] = {
     ),
 }  # fmt: skip
 
-STABLE_REINFORCE = "is in alpha, and its formula is published nowhere"
+STABLE_REINFORCE = "is in alpha, and its formula is in neither client nor cookbook"
 NOT_HERE = {"stable_reinforce": STABLE_REINFORCE, "custom": "would be a client's code, which its client runs itself"}
 """Of the client's list, and why."""
 
@@ -59,8 +58,8 @@ def check_loss(loss: str, given: Collection[str], settings: Mapping[str, object]
     missing or no number."""
     if loss not in LOSSES:
         why = f": it {NOT_HERE[loss]}" if loss in NOT_HERE else ""
-        raise UsageError(f"loss {loss!r} is not supported{why}; choose {', '.join(LOSSES)}, or compute your own loss in "
-                         "the client from the log-probabilities (forward_backward_custom)")  # fmt: skip
+        raise UsageError(f"loss {loss!r} is not supported{why}; choose {', '.join(LOSSES)}, or compute your own loss "
+                         "in the client from the log-probabilities (forward_backward_custom)")  # fmt: skip
     named = LOSSES[loss]
     for name in named.inputs:
         if name not in given:

@@ -61,7 +61,8 @@ def serve_trainer(
         int | None, typer.Option(help="Sampling requests of one client in flight (default: 4096).")
     ] = None,
     max_queued_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of one client's calls and samples that have not ended (default: 1 GiB).")
+        int | None,
+        typer.Option(help="Bytes of one client's calls and samples that have not ended, or results (default: 1 GiB)."),
     ] = None,
     max_models: Annotated[int | None, typer.Option(help="Models of one client (default: 16).")] = None,
     session_timeout: Annotated[

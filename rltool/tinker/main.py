@@ -31,10 +31,11 @@ from rltool.processes.stop_run import end_left_behind
 from rltool.terminal import write_line
 from rltool.tinker.full_weights import full_samplers
 from rltool.tinker.launch import ROLE, Parts, adapter_problem, probed
+from rltool.tinker.limits import Limits
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import Absent, adapter_samplers
 from rltool.tinker.server import TinkerServer, read_keys, serve
-from rltool.tinker.service import Limits, Service
+from rltool.tinker.service import Service
 from rltool.training.checks.preflight import EnginesAway, ProbedFleet
 from rltool.training.cluster.resources import plan_resources
 from rltool.training.prepare import trainer_device

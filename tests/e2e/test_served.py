@@ -104,10 +104,12 @@ CLIP = {"clip_low_threshold": 0.97, "clip_high_threshold": 1.04}
 def case_gspo(place, path, layout):
     """By gspo, and by a linear loss of the slopes that gspo has there in plain torch: losses, the norm of the gradient
     and log-probabilities after a step of it, of each."""
+    plain = data_of(4, [5, 17, 9, 12, 3, 40])
+    marks = [np.arange(len(datum.tokens), dtype=np.float32) // 2 % 3 for datum in plain]
     data = [
-        replace(datum, inputs=datum.inputs | {"sequence_ratio_mask": np.arange(len(datum.tokens), dtype=np.float32) // 2 % 3})
-        for datum in data_of(4, [5, 17, 9, 12, 3, 40])
-    ]  # fmt: skip
+        replace(datum, inputs=datum.inputs | {"sequence_ratio_mask": each})
+        for datum, each in zip(plain, marks, strict=True)
+    ]
     found = []
     with served(place, path, **layout) as trainer:
         for name in ("named", "linear"):
@@ -116,7 +118,8 @@ def case_gspo(place, path, layout):
             if name == "linear":
                 new = trainer.forward(name, data, "gspo", CLIP, backward=False).logprobs
                 both = [plain_gspo(datum, values) for datum, values in zip(data, new, strict=True)]
-                sent = [replace(datum, inputs={"weights": -slopes}) for datum, (_, slopes) in zip(data, both, strict=True)]
+                slopes = [each for _, each in both]
+                sent = [replace(datum, inputs={"weights": -each}) for datum, each in zip(data, slopes, strict=True)]
                 loss, losses = "cross_entropy", np.concatenate([each for each, _ in both])
             out = trainer.forward(name, sent, loss, CLIP if loss == "gspo" else {}, backward=True)
             losses = losses if name == "linear" else np.concatenate(out.elementwise_loss)

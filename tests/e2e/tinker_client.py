@@ -236,9 +236,9 @@ def sampling(service):
 
 
 def custom(service):
-    """Two clients with the same adapter take three steps: one by importance sampling as the server has it, one by a loss
-    of its own that is the same, a function twice and a traced graph once; then what both give for the same data, and a
-    loss that the server has not."""
+    """Two clients with the same adapter take three steps: one by importance sampling as the server has it, one by a
+    loss of its own that is the same, a function twice and a traced graph once; then what both give for the same data,
+    and a loss that the server has not."""
     import torch
 
     found = {"steps": []}

@@ -68,7 +68,7 @@ def test_each_loss_is_its_formula_by_value_and_gradient(loss, seed):
 @pytest.mark.parametrize(
     ("loss", "given", "settings", "words"),
     [
-        ("stable_reinforce", [], {}, "'stable_reinforce' is not supported: it is in alpha, and its formula is published"),
+        ("stable_reinforce", [], {}, "'stable_reinforce' is not supported: it is in alpha, and its formula"),
         ("custom", [], {}, "'custom' is not supported: it would be a client's code, which its client runs itself"),
         ("other", [], {}, "'other' is not supported; choose cross_entropy"),
         ("ppo", ["logprobs"], {}, "lacks advantages"),
