@@ -421,6 +421,9 @@ FULL = "test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_chec
 FINISHED = "test_a_finished_session_unloads_its_models_and_makes_nothing_more"
 EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
 IDLE = "test_an_idle_model_is_evicted_for_another_and_one_of_an_active_session_is_not"
+IDLE_SESSION = "test_a_session_that_is_left_without_a_model_ends_by_itself_and_others_do_not"
+LET_GO = "test_bytes_of_results_are_bounded_and_one_that_was_let_go_is_an_error_by_name_over_a_restart_too"
+DELETED = "test_a_deletion_that_is_repeated_after_its_model_or_session_left_is_as_the_first"
 CHECKPOINTS = "training_runs/{model}/checkpoints"
 
 SERVED: tuple[tuple[str, str, str], ...] = (
@@ -442,7 +445,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST save_weights", "with time to live", TRAINS),
     ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
      "`tinker://shared/weights/NAME`", OWN_LOOP),
-    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`", TRAINS),
+    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`; of results more than `--max-queued-bytes` the oldest "
+     f"are let go, an error by name: `{LET_GO}`", TRAINS),
     ("POST save_weights_for_sampler", "by path, with time to live, or for one sampling client", SAMPLES),
     ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),
     ("GET samplers/{sampler}", "", SAMPLES),
@@ -451,13 +455,14 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST cancel_future", "of samples", OVER_HTTP),
     ("GET sessions", "", FINISHED),
     ("GET sessions/{session}", "", FINISHED),
-    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410)", FINISHED),
+    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410), as one without a model is a day "
+     f"after its last request: `{IDLE_SESSION}`", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
     (f"GET {CHECKPOINTS}", "with named weights for sampling", TRAINS),
     ("GET checkpoints", "of all models", TRAINS),
     ("POST weights_info", "", TRAINS),
-    (f"DELETE {CHECKPOINTS}/{{kind}}/{{name}}", "", TRAINS),
+    (f"DELETE {CHECKPOINTS}/{{kind}}/{{name}}", f"again, too, when its model has left: `{DELETED}`", TRAINS),
     (f"PUT {CHECKPOINTS}/{{kind}}/{{name}}/ttl", f"over a restart: `{EXPIRY}`", TRAINS),
 )
 """Method and path behind /api/v1/, what is served of it, a test that calls it; that it does is checked where it runs
