@@ -445,8 +445,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST save_weights", "with time to live", TRAINS),
     ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
      "`tinker://shared/weights/NAME`", OWN_LOOP),
-    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`; of results more than `--max-queued-bytes` the oldest "
-     f"are let go, an error by name: `{LET_GO}`", TRAINS),
+    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`; of results more than `--max-queued-bytes` the "
+     f"oldest are let go, an error by name: `{LET_GO}`", TRAINS),
     ("POST save_weights_for_sampler", "by path, with time to live, or for one sampling client", SAMPLES),
     ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),
     ("GET samplers/{sampler}", "", SAMPLES),
@@ -455,8 +455,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST cancel_future", "of samples", OVER_HTTP),
     ("GET sessions", "", FINISHED),
     ("GET sessions/{session}", "", FINISHED),
-    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410), as one without a model is a day "
-     f"after its last request: `{IDLE_SESSION}`", FINISHED),
+    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410), as one without a model is a "
+     f"day after its last request: `{IDLE_SESSION}`", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
     (f"GET {CHECKPOINTS}", "with named weights for sampling", TRAINS),
