@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -126,8 +127,9 @@ def probe_fleet(
         raise (EnginesAway if are_away else UsageError)(
             f"{given}: "
             + "\n".join(f"{endpoint.url}: {error}" for endpoint, error in failed.items())
-            + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
-            "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."
+            + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), is this where they listen, "
+            f"and does a firewall let host {socket.gethostname()} through? A bare HOST:PORT that demands a key needs "
+            "engines.api_key_file."
         )
     return ProbedFleet(
         endpoints.model_copy(update={"engines": tuple(e.probed(info) for e, info in found.items())}),
@@ -271,8 +273,8 @@ def check_router(fleet: ProbedFleet, config: TrainConfig, *, may_be_down: bool =
             return
         raise UsageError(
             f"{error}\nThe router's list of workers is compared with the engines of the run, so that no request goes "
-            "to an engine with other weights: is a sglang-router running there (`rltool router list`)? Without a "
-            "router train asks the engines directly"
+            "to an engine with other weights: is a sglang-router running there (`rltool router list`), and does a "
+            f"firewall let host {socket.gethostname()} through? Without a router train asks the engines directly"
         ) from error
     if foreign and config.engines.foreign_workers == "refuse":
         raise UsageError(refusal(router.url, foreign))
