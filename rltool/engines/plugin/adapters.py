@@ -200,7 +200,8 @@ def build(manager: Any, buckets: Buckets, peft: Mapping[str, Any], lora_id: int 
     if unused:
         raise WeightUpdateError(f"the model of this engine has no adapter for {', '.join(unused[:3])}")
     adapters._validate_moe_lora_format(lora)
-    lora.rltool_names = {_module(name, mapper): _module(name, None) for name in tensors}
+    # Of tens of thousands where experts have some, beside generation.
+    lora.rltool_names = {} if mapper is None else {_module(name, mapper): _module(name, None) for name in tensors}
     lora.rltool_shapes = _shapes(adapters, lora)
     adapters._create_merged_loras_inplace(lora)
     return lora
