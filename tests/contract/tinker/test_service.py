@@ -939,6 +939,27 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
     asyncio.run(case())
 
 
+def test_polls_of_one_result_that_give_up_leave_the_others_waiting(tmp_path):
+    """As a client asks again where an answer takes long."""
+
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        call = await forward(service, "a", await model_of(service, "a"), 1)
+        waiting = asyncio.create_task(service.result("a", call.number, 20))
+        cancelled = asyncio.create_task(service.result("a", call.number, 20))
+        assert await service.result("a", call.number, 0.01) is None
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        assert not waiting.done()
+        running = asyncio.create_task(service.run())
+        assert "proto" in (await waiting or {})
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+
+    asyncio.run(case())
+
+
 def test_two_calls_of_one_number_at_once_are_one_and_a_refusal_and_a_call_without_a_number_is_refused(tmp_path):
     async def case() -> None:
         service, _ = make(tmp_path)
@@ -1336,7 +1357,9 @@ def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints
             for _ in range(2):
                 assert (await ask("DELETE", f"{one}/gone"))[0] == 200
             assert (await ask("DELETE", f"{one}/none"))[0] == 404
-            assert (await ask("DELETE", f"{run}/checkpoints/other/same"))[0] == 404
+            for untyped in ("other/same", "same", "gone"):  # which kind is meant, is not guessed
+                assert (await ask("DELETE", f"{run}/checkpoints/{untyped}"))[0] == 404
+            assert await listed() == sorted([*kept, f"{rest}brief"])
             assert (await ask("PUT", f"{one}/brief/ttl", {"ttl_seconds": 3600}))[0] == 200
             assert not (tmp_path / "samplers" / model / "gone").exists()
             with pytest.raises(Refused, match="weights are gone"):
