@@ -28,6 +28,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from rich.console import Console
 
 import rltool.report.served as report_module
+import rltool.tinker.books as books_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
@@ -249,14 +250,13 @@ def only_one(directory: Path, **limits: Any) -> tuple[Service, PlainTrainer]:
 @contextmanager
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """[0]: seconds that the services' clock is ahead."""
-    ahead, monotonic = [0.0], service_module.time.monotonic
+    ahead, time = [0.0], service_module.time
+    shifted = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + ahead[0], time=time.time, perf_counter=time.perf_counter
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(
-            service_module, "time", SimpleNamespace(
-                monotonic=lambda: monotonic() + ahead[0], time=service_module.time.time,
-                perf_counter=service_module.time.perf_counter,
-            )
-        )  # fmt: skip
+        for module in (service_module, books_module):
+            patch.setattr(module, "time", shifted)
         patch.setattr(service_module, "STALL_SECONDS", math.inf)
         yield ahead
 
@@ -409,7 +409,7 @@ def test_of_adapters_idle_ones_of_the_same_client_are_evicted_the_longest_idle_f
 
 def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
-    monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 5)
+    monkeypatch.setattr(books_module, "KEPT_SAMPLERS", 5)
     threads, forget = set[int](), Service._forget
 
     def noted(service: Service, call: Call) -> None:
@@ -2002,7 +2002,7 @@ def test_a_session_that_is_left_without_a_model_ends_by_itself_and_others_do_not
         body = {"session_id": empty, "sampling_session_seq_id": 0, "base_model": "base"}
         sampler = await service.open_sampler("a", body)
         assert service.demand_sampler("a", sampler).client == "a"
-        ahead[0] += service_module.IDLE_SESSION_SECONDS - 1
+        ahead[0] += books_module.IDLE_SESSION_SECONDS - 1
         await asyncio.sleep(0.05)
         sessions = [empty, active, used, model.partition(":")[0]]
         assert sorted(service.sessions_of("a")) == sorted(sessions), "not before"
