@@ -44,8 +44,9 @@ def ask(endpoint: EngineEndpoint, requests: list[HttpRequest]) -> list[Any]:
 
 
 def sync_case(
-    place, endpoint: EngineEndpoint, workers: int, path: Path, directory: Path, layout: dict, factor: float, backend: str
-):
+    place, endpoint: EngineEndpoint, workers: int, path: Path, directory: Path, layout: dict, factor: float,
+    backend: str,
+):  # fmt: skip
     """On each rank: the model of `path` with every parameter times `factor` into the engine. Returns the rank's report,
     and how many bytes of the model it holds."""
     import torch

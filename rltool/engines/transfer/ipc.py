@@ -111,8 +111,8 @@ def _as_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> Ten
 def peer_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> Tensor:
     """[size] uint8 that torch takes for memory of `device`, whose kernels reach it. Asked where it is, as `_as_tensor`
     has it asked, CUDA would name the other GPU, which this process may not even see."""
-    storage = torch._C._construct_storage_from_data_pointer(address.value or 0, device, size)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    seen = torch.empty(0, dtype=torch.uint8, device=device)  # whose device has an index
+    return seen.set_(torch._C._construct_storage_from_data_pointer(address.value or 0, seen.device, size))
 
 
 @cache
