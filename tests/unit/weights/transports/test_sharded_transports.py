@@ -24,6 +24,7 @@ from rltool.megatron.export_plan import full_plan
 from rltool.megatron.shards import OwnPart
 from rltool.weights.send.sender import Rank, SendReport, WeightSender, one_meeting, one_report
 from rltool.weights.transport import Receiver, transport
+from rltool.weights.transports.disk import version_directory
 from tests.contract.fakes import ipc as fake_ipc
 from tests.contract.fakes import nccl as fake_nccl
 from tests.unit.megatron.test_shards import family_of
@@ -228,8 +229,8 @@ def test_what_was_written_has_an_index_and_old_versions_go(sync, tmp_path):
     to.connect()
     for number in range(4):
         to.update(number)
-    left = sorted(tmp_path.iterdir())
-    assert [each.name[-3:] for each in left] == ["0-2", "0-3"]
+    left = [version_directory(tmp_path, f"{'a' * 32}:0:{number}") for number in (2, 3)]
+    assert sorted(tmp_path.iterdir()) == left
     buckets, _ = shards.parse_index((left[0] / shards.INDEX).read_text())
     names = {f"slices-{rank:05d}-of-00002-{n:05d}.safetensors" for rank in range(2) for n in range(len(buckets))}
     assert {each.name for each in left[0].iterdir()} == {shards.INDEX, *names} and buckets == to.buckets
