@@ -42,19 +42,23 @@ PARAMETERS = {"30B-A3B": 20, "moonlight": 44, "gpt-oss-20b": 29, "olmo3-7B": 35}
 
 
 class Job:
-    """A run of a small model with the defaults of `init`, in a directory of its own."""
+    """A run of a small model with the defaults of `init`, in a directory of its own. engines: how many on its own GPU,
+    or an endpoints file of others."""
 
-    def __init__(self, root: Path, engines: int, **more: str) -> None:
+    def __init__(self, root: Path, engines: int | str, **more: str) -> None:
         model, data = make_model(root / "model", "test", 256), make_prompts(root / "prompts.jsonl")
         self.root = root
         self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "HF_HUB_OFFLINE": "1"}
-        settings = {
-            "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS), "engines.mode": '"colocate"',
-            "engines.groups": f"[{{count={engines},engines_per_gpu={engines}}}]", "rollout.prompts_per_step": "32",
-            "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "64",
+        own = {
+            "engines.mode": '"colocate"', "engines.groups": f"[{{count={engines},engines_per_gpu={engines}}}]"
+        }  # fmt: skip
+        settings = (own if isinstance(engines, int) else {}) | {
+            "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS),
+            "rollout.prompts_per_step": "32", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "64",
             "reward.function": '"benchmarks.rewards:letter_share"', "checkpoint.save_at_end": "false",
         } | more  # fmt: skip
         self.words = ["train", "--config", "run.toml", "--run", "one"]
+        self.words += [] if isinstance(engines, int) else ["--rollout-external", engines, "--gpus", "0"]
         self.words += (word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
         self.start("init", "run.toml").wait(120)
         self.output = root / "out"
@@ -167,13 +171,13 @@ def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(t
     assert {step["rollout/engines_serving"] for step in steps} == {2}
 
 
-def compare_beside(job: Job) -> tuple[int, int]:
-    """How many parameters of an engine were compared with the trainer's after three steps, which all are bit-equal, and
-    how many could not be."""
+def compare_beside(job: Job, after: int = 3) -> tuple[int, int]:
+    """How many parameters of an engine were compared with the trainer's after so many steps, which all are bit-equal,
+    and how many could not be."""
     process = job.start(*job.words)
     try:
         ends = time.monotonic() + 600
-        while len(job.steps()) < 3:
+        while len(job.steps()) < after:
             assert process.poll() is None and time.monotonic() < ends, job.output.read_text()[-6000:]
             time.sleep(0.2)
         words = [sys.executable, "-m", "rltool", "debug", "weights", "--run", "one"]
@@ -189,6 +193,6 @@ def compare_beside(job: Job) -> tuple[int, int]:
     pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) parameters are bit-equal", found.stdout)]
     assert pairs and all(equal == compared for equal, compared in pairs)
     assert all(max(step[name] for step in steps) < limit for name, limit in DIFFERENCES.items())
-    assert len({step["weight_version"] for step in steps[:3]}) == 3
+    assert len({step["weight_version"] for step in steps[:after]}) == after
     left_out = re.search(r"(\d+) more cannot be compared", found.stdout)
     return pairs[0][1], int(left_out[1]) if left_out else 0

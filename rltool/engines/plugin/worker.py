@@ -17,6 +17,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from rltool.engines.plugin.patches import experts_with_adapters
+
 logger = logging.getLogger(__name__)
 
 FP8_FORMAT = "rltool_fp8"
@@ -30,6 +32,8 @@ if os.environ.get(FP8_VARIABLE):
     from rltool.engines.plugin.reload import Fp8Loader
 
     register_model_loader(FP8_FORMAT)(Fp8Loader)
+
+experts_with_adapters()
 
 
 class WeightUpdateRecovery:
