@@ -1,5 +1,6 @@
 """Weights to engines on the trainer's GPUs: two ranks and the workers of real processes, which share memory of the host
-in place of a GPU's; and sharded weights over every transport. Sender, receiver's channel, requests and SGLang's payload are the real ones."""
+in place of a GPU's. Sender, receiver's channel, requests and SGLang's payload are the real ones. And sharded weights
+over every transport."""
 
 from __future__ import annotations
 
