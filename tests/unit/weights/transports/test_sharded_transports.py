@@ -37,6 +37,7 @@ BACKENDS = ["gloo-sharded", "nccl-sharded", "ipc-sharded", "disk-sharded"]
 LAYOUTS = {
     "tp 2 to tp 1": (ParallelLayout(2, tp=2), 1),
     "tp 2 to tp 2": (ParallelLayout(2, tp=2), 2),
+    "tp 2 to tp 4": (ParallelLayout(2, tp=2), 4),
     "tp 1 to tp 2": (ParallelLayout(1), 2),
     "pp 2 to tp 2": (ParallelLayout(2, pp=2), 2),
     "ep 2 to tp 2": (ParallelLayout(2, ep=2), 2),
@@ -176,7 +177,7 @@ def test_every_worker_gets_the_bits_that_it_stores_and_the_ranks_share_the_bytes
         total = to.plan.bytes if backend == "disk-sharded" else sum(map(to.needed, range(to.workers)))
         assert sum(report.sent_bytes) == total
         ranks = to.layout.world_size
-        assert ranks == 1 or max(report.sent_bytes) <= 0.7 * total
+        assert ranks == 1 or max(report.sent_bytes) <= 0.7 * total, report.sent_bytes
         largest = max(bucket_bytes(bucket) for sender in to.senders for bucket in sender.part.buckets)
         assert report.memory.host <= (2 + 2 * to.workers) * largest
 
