@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
@@ -124,6 +125,37 @@ def test_a_familys_engine_has_the_trainers_bytes_after_two_syncs_over_ipc(tmp_pa
     groups = '[{count=1,engines_per_gpu=1,flags=["--enforce-eager"]}]'
     more = {"steps": "100000", "engines.groups": groups, "weights.transport": '"ipc"', "optimizer.lr": "1e-4"}
     assert compare_beside(Job(tmp_path, 1, **more)) == (PARAMETERS[shape], 0)
+
+
+SHARDED = {
+    # engine's group; the trainer's layout; the largest part of one copy of the weights that a rank may have sent
+    "tp 2 to tp 2": ("0.5B", "count=1,tp=2", {"trainer.tensor_parallel": "2"}, 0.55),
+    "tp 2 to two of tp 1": ("0.5B", "count=2,tp=1", {"trainer.tensor_parallel": "2"}, 1.1),
+    "ep 2 to tp 2": ("30B-A3B", "count=1,tp=2", {"trainer.expert_parallel": "2"}, 0.65),
+}
+SMALLER = FAMILIES | {"0.5B": {"num_hidden_layers": 4}}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", SHARDED)
+def test_workers_read_what_they_store_out_of_the_memory_of_ranks_on_both_gpus(tmp_path, monkeypatch, case):
+    """weights.sharded over CUDA IPC: no rank gathers, and engines have the trainer's bytes."""
+    shape, group, layout, most = SHARDED[case]
+    monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | SMALLER[shape] | {"vocab_size": 8192})
+    groups = f'[{{{group},engines_per_gpu=1,flags=["--enforce-eager"]}}]'
+    more = {
+        "steps": "100000", "engines.groups": groups, "weights.transport": '"ipc"', "weights.sharded": "true",
+        "weights.bucket_bytes": "16777216", "optimizer.lr": "1e-4", "trainer.world_size": "2", **layout,
+    }  # fmt: skip
+    job = Job(tmp_path, 1, **more)
+    job.words += ["--gpus", "0,1"]
+    compared, left_out = compare_beside(job)
+    syncs = [step for step in job.steps() if "weights/rank_bytes" in step]
+    print(compared, left_out, [{name: value for name, value in s.items() if "weights/" in name} for s in syncs[:3]])
+    assert compared >= 20 and left_out == 0 and len(syncs) >= 3
+    for step in syncs:
+        assert 0 < step["weights/rank_bytes"] < most * step["weights/sync_bytes"]
+        assert step["weights/failed_engines"] == 0
 
 
 def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, small_model):

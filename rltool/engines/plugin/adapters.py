@@ -26,7 +26,7 @@ import torch
 
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.prefetch import Buckets, NotFetched
-from rltool.engines.plugin.workers import ask_workers, failure_in
+from rltool.engines.plugin.worker import ask_workers, failure_in
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 
