@@ -18,13 +18,15 @@ from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import supported
 from rltool.engines.dialects.sampling_mask import logprobs_of
-from rltool.engines.dialects.table import controls, dialect
+from rltool.engines.dialects.table import adapts, controls, dialect
 from rltool.engines.endpoints import EngineEndpoint, KeyUnreadable, ModelEndpoints, resolve
 from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
+from rltool.models.adapters import adapters_of
 from rltool.models.quantized import AS_BFLOAT16, is_fp8, is_mxfp4
+from rltool.models.registry import family_for, read_hf_config
 from rltool.models.rope import longest_of
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
@@ -369,6 +371,8 @@ def _weight_problems(
     if config.weights.lora_sync == "adapter":
         slots = config.rollout.max_staleness + EXTRA_SLOTS
         unfit = adapter_obstacle(info, config.lora.rank, slots)
+        if unfit is None:
+            unfit = _no_expert_adapters(info, config)
         if unfit is None and engine.role != "regular":
             unfit = 'is half of a pair, to which adapters are not sent: set weights.lora_sync to "merged"'
         if unfit is not None:
@@ -378,6 +382,19 @@ def _weight_problems(
     except UsageError as error:
         return [str(error)]
     return []
+
+
+def _no_expert_adapters(info: EngineInfo, config: TrainConfig) -> str | None:
+    why = adapts(info.dialect, plugin=info.plugin).no_expert_adapters(info)
+    if why is None:
+        return None
+    family = family_for(read_hf_config(config.model.path), config.model.family)
+    if all(each.base.expert is None for each in adapters_of(family, config.lora.rank, config.lora.targets)):
+        return None
+    return (
+        f"was to get adapters of experts, which lora.targets gives {family.architecture}, and {why}; or leave them "
+        'out, such as with lora.targets = ["qkv", "proj"], or set weights.lora_sync to "merged"'
+    )
 
 
 def of_text(config: dict[str, Any]) -> dict[str, Any]:
