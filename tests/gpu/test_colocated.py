@@ -161,8 +161,7 @@ def test_workers_read_what_they_store_out_of_the_memory_of_ranks_on_both_gpus(tm
 @pytest.mark.parametrize(("shape", "products"), [("0.5B", 7 * 4), ("30B-A3B", (4 + 3 * 16) * 2)])
 def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, monkeypatch, shape, products):
     """Two engines with CUDA graphs; A and B of all products, of experts too, are what they sample with."""
-    smaller = FAMILIES.get(shape, {"num_hidden_layers": 4}) | {"vocab_size": 8192}
-    monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | smaller)
+    monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | SMALLER[shape] | {"vocab_size": 8192})
     more = {
         "steps": "100000", "weights.transport": '"ipc"', "weights.lora_sync": '"adapter"', "lora.rank": "8",
         "optimizer.lr": "1e-3",
