@@ -354,6 +354,10 @@ class Launches(Protocol):
         """Why it does not quantise the weights that it loads; None: it does."""
         return "that is implemented for vLLM"
 
+    def not_exact(self, device: Device) -> str | None:
+        """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""
+        return "that is implemented for vLLM"
+
     def no_routed_experts(self, device: Device) -> str | None:
         """Why it cannot return the experts that its router chose, on this device; None: it can."""
         return "it has no such flag; use another engine"

@@ -150,6 +150,8 @@ class VllmLaunching(Launches):
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if launch.quantization is not None:
             environment[FP8_VARIABLE] = "1"
+        if launch.exact:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
         if launch.bootstrap_port is not None:
             environment |= {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
@@ -171,6 +173,9 @@ class VllmLaunching(Launches):
 
     def no_fp8(self) -> str | None:
         return None
+
+    def not_exact(self, device: Device) -> str | None:
+        return "its batch-invariant kernels are for GPUs" if device == "cpu" else None
 
     def max_logprobs(self, flags: Sequence[str]) -> float:
         return max_logprobs(flags)
@@ -203,7 +208,10 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
-    overrides = head_dtype(launch)
+    # Batch-invariant, the head's product has the model's dtype; and what torch.compile fuses rounds in other places.
+    overrides = {} if launch.exact else head_dtype(launch)
+    if launch.exact:
+        flags += ["--enforce-eager"]
     if launch.quantization is not None:
         overrides["quantization_config"] = launch.quantization
         flags += ["--load-format", FP8_FORMAT]
