@@ -180,7 +180,10 @@ def main() -> None:
     rows = [json.loads(line) for line in args.data.read_text().splitlines()[: args.samples]]
     chats = [[{"role": "user", "content": row.get("prompt") or row["question"]}] for row in rows]
     prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        if tokenizer.chat_template
+        else tokenizer(chat[0]["content"])["input_ids"]
+        for chat in chats
     ]
     engine = by_vllm(args, prompts)
     sequences = engine["sequences"]
