@@ -163,6 +163,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="sequences whose residual streams are compared")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs; with streams")
+    parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON: more arguments of vllm.LLM")
     parser.add_argument("--exact", action="store_true", help="batch-invariant vLLM, and the trainer with its kernels")
     parser.add_argument(
@@ -193,7 +194,8 @@ def main() -> None:
     compare("vLLM as prompts, truth", truth, prefill)
     compare("vLLM as prompts, vLLM as it sampled", prefill, decode)
     compare_streams("vLLM, truth", engine["streams"], true_streams)
-    compare("transformers, truth", truth, by_transformers(args, sequences, prompts))
+    if not args.no_transformers:
+        compare("transformers, truth", truth, by_transformers(args, sequences, prompts))
     exact: dict[str, Any] = {"trainer, exact": {"exact": True}} if args.exact else {}
     for name, keys in {"trainer": {}, **exact, **args.variants}.items():
         found, streams = by_trainer(args, args.dtype, sequences, prompts, **keys)
