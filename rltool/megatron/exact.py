@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import attention as megatron_attention
 from torch import Tensor
 
+from rltool.engines.dialects.vllm_launch import flash_attention_of
 from rltool.errors import UsageError
 from rltool.megatron import kernels
 from rltool.megatron.attention import flash_backward
@@ -33,6 +34,9 @@ FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that were compared."""
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
+
+PAGE = 16
+"""Of keys and values in vLLM's cache."""
 
 HEAD_ROWS = 64
 """vLLM pads a vocabulary to a multiple of this, and picks the tiles of the head's product by the padded size."""
@@ -55,6 +59,11 @@ def use_engine_kernels(model: GPTModel, hf_path: Path, architecture: str) -> Non
         raise UsageError(f"algorithm.exact needs vLLM beside the trainer: {error}") from error
     assert vllm._custom_ops
     batch_invariant_configs.resolve_tuned_matmul_configs()
+    replace_layers(model, hf_path)
+
+
+def replace_layers(model: GPTModel, hf_path: Path) -> None:
+    """`use_engine_kernels` behind its checks."""
     for module in model.modules():
         own = {
             ColumnParallelLinear: _Linear, RowParallelLinear: _Linear, RMSNorm: _Norm, GatedMLP: _GatedMLP
@@ -69,7 +78,8 @@ def use_engine_kernels(model: GPTModel, hf_path: Path, architecture: str) -> Non
             norm = getattr(layer.self_attention, name, None)
             if isinstance(norm, _Norm):
                 norm.after_sum = False
-    model.rotary_pos_emb = cast(Any, _Rotary(cast(RotaryPositions, model.rotary_pos_emb), hf_path))
+    dtype = next(model.parameters()).dtype
+    model.rotary_pos_emb = cast(Any, _Rotary(cast(RotaryPositions, model.rotary_pos_emb), hf_path, dtype))
     replace(megatron_attention, "apply_rotary_pos_emb", lambda x, turn, *_, **__: rotate(x, turn))
 
 
@@ -170,9 +180,9 @@ def _silu_and_mul(x: Tensor) -> Tensor:
 
 
 class _Rotary(RotaryPositions):
-    """The engine's table of cosines and sines, in bfloat16 as it has them."""
+    """The engine's table of cosines and sines, in the model's dtype as it has them."""
 
-    def __init__(self, usual: RotaryPositions, hf_path: Path) -> None:
+    def __init__(self, usual: RotaryPositions, hf_path: Path, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)
         from vllm.config import VllmConfig, set_current_vllm_config
         from vllm.model_executor.layers.rotary_embedding import get_rope
@@ -184,23 +194,23 @@ class _Rotary(RotaryPositions):
         with set_current_vllm_config(VllmConfig()), usual.inv_freq.device:
             rope = get_rope(
                 size, max_position=config.max_position_embeddings, rope_parameters=config.rope_parameters,
-                dtype=torch.bfloat16,
+                dtype=dtype,
             )  # fmt: skip
-        self.table = cast(Tensor, rope.cos_sin_cache).to(usual.inv_freq.device, torch.bfloat16)
+        self.table = cast(Tensor, rope.cos_sin_cache).to(usual.inv_freq.device, dtype)
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.table[positions][:, None, None, :].float()
 
 
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
-    """`kernels.rotate` by the engine's kernel. turn: of `_Rotary`, bfloat16 numbers in fp32."""
+    """`kernels.rotate` by the engine's kernel. turn: of `_Rotary`, numbers of x's dtype in fp32."""
 
     def engine(x: Tensor, turn: Tensor) -> Tensor:
         from vllm import _custom_ops
 
         out = x.squeeze(1).clone(memory_format=torch.contiguous_format)
         rows = torch.arange(len(out), device=x.device)
-        _custom_ops.rotary_embedding(rows, out, None, out.size(-1), turn.flatten(1).bfloat16(), True)
+        _custom_ops.rotary_embedding(rows, out, None, out.size(-1), turn.flatten(1).to(x.dtype), True)
         return out.unsqueeze(1)
 
     return cast(Tensor, _AsEngine.apply(engine, kernels.rotate, x, turn))
@@ -214,10 +224,14 @@ class _Attention(torch.autograd.Function):
         from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
+        version = flash_attention_of(query.size(-1)) or get_flash_attn_version(head_size=query.size(-1))
+        keys = {"k": key, "v": value, "cu_seqlens_k": packed.cu_seqlens_kv}
+        if version == 2:  # by pages it takes other tiles, also where they lie one behind the other
+            keys = _paged(key, value, packed)
         out, total = cast(Any, flash_attn_varlen_func)(
-            query, key, value, packed.max_seqlen_q, packed.cu_seqlens_q, packed.max_seqlen_kv,
-            cu_seqlens_k=packed.cu_seqlens_kv, softmax_scale=scale, causal=True, num_splits=1,
-            fa_version=get_flash_attn_version(head_size=query.size(-1)), return_softmax_lse=True,
+            query, max_seqlen_q=packed.max_seqlen_q, cu_seqlens_q=packed.cu_seqlens_q,
+            max_seqlen_k=packed.max_seqlen_kv, **keys, softmax_scale=scale, causal=True, num_splits=1,
+            fa_version=version, return_softmax_lse=True,
         )[:2]  # fmt: skip
         ctx.save_for_backward(query, key, value, out, total)
         ctx.options = packed, scale, None
@@ -233,10 +247,22 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
+def _paged(key: Tensor, value: Tensor, packed: PackedSeqParams) -> dict[str, Tensor]:
+    """Packed [T, groups, d] -> as in an engine's cache, each sequence from a page of its own on."""
+    ends = packed.cu_seqlens_kv
+    lengths = ends.diff()
+    count = -(-packed.max_seqlen_kv // PAGE)
+    at = torch.arange(count * PAGE, device=key.device)
+    rows = (ends[:-1, None] + at.clamp(max=(lengths - 1)[:, None])).flatten()  # behind its end: the last, not read
+    table = torch.arange(len(lengths) * count, dtype=torch.int32, device=key.device).view(-1, count)
+    k, v = (x.index_select(0, rows).view(-1, PAGE, *x.shape[1:]) for x in (key, value))
+    return {"k": k, "v": v, "seqused_k": lengths.int(), "block_table": table}
+
+
 def attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
 ) -> Tensor:
-    """A `Kernel` (rltool.megatron.attention): FlashAttention as vLLM is built with it, one split; no window."""
+    """A `Kernel` (rltool.megatron.attention): FlashAttention as vLLM is built with it, in one split; no window."""
     assert window is None
     query, key, value = (x.contiguous() for x in (query, key, value))
     return cast(Tensor, _Attention.apply(query, key, value, packed, scale))

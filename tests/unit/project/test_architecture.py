@@ -45,7 +45,10 @@ SAME_LEVEL = {
 OWNERS = {
     "ray": {"training": "actors and placement"},
     "megatron": {"megatron": "the trainer", "checkpoints": "dist_checkpointing and the model that it fills"},
-    "vllm": {"engines/plugin": "what runs inside a vLLM server"},
+    "vllm": {
+        "engines/plugin": "what runs inside a vLLM server",
+        "megatron/exact.py": "its kernels, for the trainer that is to give the same bits",
+    },
     "starlette": {"engines/plugin/server.py": "what runs inside a vLLM server"},
     "sglang": {},
     "sglang_router": {"router/main.py": "the router's own process"},

@@ -342,3 +342,20 @@ def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized
     assert "--hf-overrides" in DIALECT.argv(on_gpu)
     (tmp_path / "hf_quant_config.json").touch()
     assert "--hf-overrides" not in DIALECT.argv(on_gpu)
+
+
+def test_an_exact_engine_runs_batch_invariant_kernels_and_no_others(tmp_path):
+    """Its head stays in the model's dtype, nothing is fused, and FlashAttention 3 serves heads of 128 alone."""
+    for name, config in {"128": {"head_dim": 128}, "64": {"hidden_size": 896, "num_attention_heads": 14}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    exact = launch(exact=True, device="cuda", gpus=(0,), model=tmp_path / "128")
+    argv = DIALECT.argv(exact)
+    assert DIALECT.environment(exact)["VLLM_BATCH_INVARIANT"] == "1"
+    assert json.loads(flag(argv, "--compilation-config")) == {"mode": 0, "cudagraph_mode": "FULL"}
+    assert "head_dtype" not in " ".join(argv) and "--attention-config" not in argv
+    small = DIALECT.argv(exact.model_copy(update={"model": tmp_path / "64"}))
+    assert json.loads(flag(small, "--attention-config")) == {"flash_attn_version": 2}
+    usual = exact.model_copy(update={"exact": False})
+    assert "VLLM_BATCH_INVARIANT" not in DIALECT.environment(usual)
+    assert "--compilation-config" not in DIALECT.argv(usual) and "head_dtype" in " ".join(DIALECT.argv(usual))
