@@ -77,7 +77,7 @@ class PublishedWeights(Held):
             return await work()
 
         await self._policy.start()
-        await self._bring(self._service.newest_weights() or self._base, at_once)
+        await self._bring(self._service.checkpoints.newest_weights() or self._base, at_once)
         self._background.repeat(self._resync, "engines that lost the weights", seconds=RESYNC_SECONDS)
 
     async def close(self) -> None:

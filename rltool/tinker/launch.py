@@ -17,7 +17,7 @@ from rltool.engines.run_client import SERVED_ROLE
 from rltool.engines.sync_client import send
 from rltool.engines.types import EngineInfo, HttpRequest
 from rltool.errors import EngineError, UsageError
-from rltool.processes.files import write_text_atomic
+from rltool.processes.files import starting, write_text_atomic
 from rltool.processes.hosts import http_url
 from rltool.processes.ports import reserved_ports
 from rltool.processes.readiness import NotReady, wait_until_ready
@@ -90,9 +90,7 @@ def keys_of(serving: ServeTrainerConfig, run: RunDirectory) -> Path:
     directory = run.state_dir / "clients"
     directory.mkdir(mode=0o700, exist_ok=True)
     if not any(directory.iterdir()):
-        file = directory / "default"
-        file.touch(mode=0o600)
-        file.write_text(f"tml-{secrets.token_urlsafe(32)}\n")
+        write_text_atomic(directory / "default", f"tml-{secrets.token_urlsafe(32)}\n", mode=0o600)
     return directory
 
 
@@ -103,7 +101,8 @@ class ServerRelaunch(Relaunch[ProcessSpec]):
 
     def start(self, process: RunningProcess) -> RunningProcess:
         super().end(process)
-        started = self._group.start(self._launches[process.role], log=process.log)
+        with starting("the server", process.run.path):
+            started = self._group.start(self._launches[process.role], log=process.log)
         self._budget.started(process.role)
         return started
 

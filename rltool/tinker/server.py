@@ -25,9 +25,10 @@ from rltool.processes.keys import read_key
 from rltool.processes.tasks import beside
 from rltool.tinker import checkpoints
 from rltool.tinker.journal import Call
+from rltool.tinker.limits import Refused
 from rltool.tinker.paths import SAMPLERS, STATES, CheckpointPath, checkpoint_name
 from rltool.tinker.samples import SAMPLE, Samples
-from rltool.tinker.service import Refused, Service
+from rltool.tinker.service import Service
 from rltool.tinker.wire import decode_forward
 from rltool.training.observe.live_metrics import exposition
 

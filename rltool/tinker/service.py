@@ -15,7 +15,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import secrets
 import shutil
 import time
@@ -28,11 +27,25 @@ from typing import Any, TypeVar
 
 from rltool.engines.run_client import CallCounts
 from rltool.errors import DiskFull, RltoolError, RunFault, UsageError
-from rltool.processes.files import full_disk, saving, write_json_atomic
+from rltool.processes.files import saving, write_json_atomic
 from rltool.processes.tasks import Background, beside
 from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
 from rltool.tinker.journal import Call, History, Journal
+from rltool.tinker.limits import (
+    NO_SEQ,
+    KeptResults,
+    Limits,
+    Queued,
+    Refused,
+    demand_rank,
+    follow,
+    integer,
+    no_room,
+    size_of,
+    ttl,
+)
 from rltool.tinker.paths import SAMPLERS, SHARED, STATES, CheckpointPath, checkpoint_name, parse_path, unnamed
+from rltool.tinker.saved import Checkpoints, Saved, Saves
 from rltool.training.served import ServedTrainer
 
 _BOOKKEEPING = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
@@ -44,7 +57,7 @@ _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 _GONE = "gone"
 """In the body of a call whose model has left the tables, and whose result is kept yet; it has nothing else."""
 
-_NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
+_NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model", "finish_session")
 """Calls that are no activity of a session: the server's own, or those of any process with the client's key."""
 
 T = TypeVar("T")
@@ -60,81 +73,20 @@ FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
 """Times Limits.in_flight: of each client the newest calls, whose results are kept until they are fetched."""
-NO_SEQ = 2**63
-_REMOVED = ".removed-"
-"""Begins names of directories that are being removed."""
 KEPT_SAMPLERS = 1024
 """Of each client, the newest sampling sessions."""
 GONE = "these weights are gone: of saves without a name the newest are kept; save again"
 
+IDLE_SESSION_SECONDS = 86400.0
+"""A session without a model that is loaded is finished after so long without a request or heartbeat."""
+_IDLE = "idle"
+"""In the body of the call that did so."""
+IDLE_CHECK_SECONDS = 60.0
+"""How often such sessions are looked for."""
 STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
 """How often it is checked whether this process stalled, and the length that is a stall: it saw no client meanwhile."""
 
-TTL_SECONDS = (3600, 315_360_000)
-"""What a checkpoint's time to live may be: an hour to ten years, as the client says."""
-
-
 logger = logging.getLogger(__name__)
-
-
-class Refused(Exception):
-    """A call that is not accepted. status: of HTTP."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; queued_bytes: of both;
-    models; checkpoints: kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either,
-    of any rank. session_timeout: seconds without a request or heartbeat after which a session is idle: its models are
-    evicted where others need their place."""
-
-    in_flight: int = 256
-    samples: int = 4096
-    queued_bytes: int = 2**30
-    models: int = 16
-    checkpoints: int = 100
-    body_bytes: int = 64 * 2**20
-    rank: int | None = None
-    session_timeout: float = 600.0
-
-
-class Queued:
-    """Bytes of the calls and sampling requests that have not ended, by client; `most` of one. Owned by one event
-    loop."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.calls: Counter[str] = Counter()
-        self.samples: Counter[str] = Counter()
-
-    def demand(self, client: str, size: int) -> None:
-        """Refused: 413 of what alone is too much, 429 of what will have room when others have ended."""
-        calls, samples, limit = self.calls[client], self.samples[client], f"{self._most} bytes (--max-queued-bytes)"
-        if size > self._most:
-            raise Refused(413, f"the request has {size} bytes, and a client may have {limit} in all; send less at once")
-        if calls + samples + size > self._most:
-            raise Refused(
-                429, f"the request has {size} bytes, {calls} bytes of calls and {samples} of samples have not ended, "
-                f"and a client may have {limit} in all; wait for results"
-            )  # fmt: skip
-
-    def by_client(self) -> dict[str, int]:
-        return dict(+(self.calls + self.samples))
-
-
-@dataclass
-class _Saves:
-    """Checkpoints of one kind. names: with the deleted ones. ttl: seconds that a save asked for, of weights without a
-    name too; expires: set later, seconds of the clock, None for never."""
-
-    names: set[str] = field(default_factory=set)
-    deleted: set[str] = field(default_factory=set)
-    ttl: dict[str, float] = field(default_factory=dict)
-    expires: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass
@@ -146,22 +98,12 @@ class _Model:
 
     client: str
     lora: dict[str, Any] | None
-    saves: dict[str, _Saves] = field(default_factory=lambda: {STATES: _Saves(), SAMPLERS: _Saves()})
+    saves: dict[str, Saves] = field(default_factory=lambda: {STATES: Saves(), SAMPLERS: Saves()})
     inflight: list[tuple[int, str]] = field(default_factory=list)
     refused: bool = False
     unloaded: bool = False
     evicted: bool = False
     last: int = -1
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint. time, expires: seconds of the clock, expires None for never; size: in bytes."""
-
-    path: CheckpointPath
-    time: float
-    size: int
-    expires: float | None
 
 
 @dataclass(frozen=True)
@@ -184,7 +126,7 @@ class Service:
     ) -> None:  # fmt: skip
         self.base_model, self.limits = base_model, limits
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
-        self.queued = Queued(limits.queued_bytes)
+        self.queued, self.kept = Queued(limits.queued_bytes), KeptResults(limits.queued_bytes)
         self._journal = Journal(directory)
         self.history = History(directory)
         self._models: dict[str, _Model] = {}
@@ -210,10 +152,7 @@ class Service:
         event loop's to change."""
         self._fetched: dict[int, float] = {}
         """Number of a call -> when its result was given out first."""
-        self._shared, self._copying = shared, set[str]()
-        self._deletions: list[Call] = []
-        """Whose files may be there yet."""
-        self._sizes: dict[CheckpointPath, int] = {}
+        self.checkpoints = Checkpoints(directory, shared)
         self._last_calls: dict[str, float] = {}
         self._last_seen: dict[str, float] = {}
         """Session -> when it last sent a request or a heartbeat."""
@@ -320,23 +259,15 @@ class Service:
         return None if trains_all(lora) else lora
 
     async def create_model(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
+        follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
         model = self._new_name(client, body)
         if body.get("base_model") != self.base_model:
             raise UsageError(f"base_model is {body.get('base_model')!r}; this server trains {self.base_model!r}")
-        adapter, most = adapter_spec(body.get("lora_config")), self.limits.rank
-        if most is not None and (rank := adapter.rank if adapter else 0) > most:
-            does = f"takes adapters up to rank {most}" if most else "trains all weights: ask for rank 0"
-            raise UsageError(f"lora_config.rank is {rank}; this server {does}")
-        if most and adapter is None:
-            raise UsageError(
-                f"lora_config.rank is 0; this server takes adapters up to rank {most}, and one that is started with "
-                "--lora-rank 0 trains all weights"
-            )
+        demand_rank(adapter_spec(body.get("lora_config")), self.limits.rank)
         return await self._make(client, "create_model", model, {"lora_config": body.get("lora_config")})
 
     async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
-        seq = _integer(seq, "seq_id", ": it makes a repetition known")
+        seq = integer(seq, "seq_id", ": it makes a repetition known")
         if (client, key := f"{model}:{seq}") not in self._by_key:  # a repetition is answered where the model left, too
             self.demand_model(client, model)
         return await self._accept(client, kind, str(model), key, body)
@@ -344,23 +275,23 @@ class Service:
     async def optim_step(self, client: str, body: dict[str, Any]) -> Call:
         if "optimizer_params" in body:
             raise UsageError(f"optimizer {body['optimizer_params'].get('type')!r} is not supported; adamw is")
-        _follow(body, {"model_id", "seq_id", "adam_params"})
+        follow(body, {"model_id", "seq_id", "adam_params"})
         adam_params(body.get("adam_params") or {})
         kept = {"adam_params": body.get("adam_params") or {}}
         return await self.on_model(client, "optim_step", body.get("model_id"), body.get("seq_id"), kept)
 
     async def save_weights(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
+        follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
         await self.expire()
         seq = body.get("seq_id")
         kept: dict[str, Any] = {"name": checkpoint_name(body.get("path") or f"step-{seq}")}
         if body.get("ttl_seconds") is not None:
-            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+            kept["ttl_seconds"] = ttl(body["ttl_seconds"])
         return await self.on_model(client, "save_weights", body.get("model_id"), seq, kept)
 
     async def save_weights_for_sampler(self, client: str, body: dict[str, Any]) -> Call:
         """Without a path: for the sampling client that the call makes."""
-        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
+        follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
         await self.expire()
         model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
         if kind not in (None, "snapshot", "inflight"):
@@ -369,17 +300,17 @@ class Service:
             kept: dict[str, Any] = {"name": checkpoint_name(body["path"])}
         else:
             session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
-            kept = {"name": unnamed(_integer(seq, "seq_id")), "sampling_session": session}
+            kept = {"name": unnamed(integer(seq, "seq_id")), "sampling_session": session}
             kept |= {"inflight": kind == "inflight"}
         if body.get("ttl_seconds") is not None:
-            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+            kept["ttl_seconds"] = ttl(body["ttl_seconds"])
         if self.lora_of(model) is None:
             kept["full"] = True
         return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
 
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
         """A session for sampling from saved weights, or from the base model."""
-        _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
+        follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
         await self.expire()
         session = self._open_session(client, body.get("session_id"))
         name = _sampling_session(session, body.get("sampling_session_seq_id"))
@@ -418,27 +349,21 @@ class Service:
             inflight = self._models[sampler.model].inflight
             saved = [each for number, each in inflight if number in results or number <= done]
             name = saved[-1] if saved else ""
-        directory = self._directory_of(CheckpointPath(sampler.model, SAMPLERS, name))
+        directory = self.checkpoints.at(CheckpointPath(sampler.model, SAMPLERS, name))
         if not name or name in self._models[sampler.model].saves[SAMPLERS].deleted or not directory.exists():
             raise Refused(404, GONE)
         return directory
 
-    def newest_weights(self) -> Path | None:
-        """Those for sampling that were saved last; None: there are none."""
-        there = (self._directory / "samplers").glob("*/*")
-        whole = [each for each in there if not each.name.endswith(".partial") and not each.name.startswith(_REMOVED)]
-        return max(whole, key=lambda each: each.stat().st_mtime, default=None)
-
     async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
         """The trainer forgets it; its checkpoints and its weights for sampling stay."""
-        _follow(body, {"model_id"})
+        follow(body, {"model_id"})
         model, key = body.get("model_id"), f"unload:{body.get('model_id')}"
         if (client, key) not in self._by_key:
             self.demand_model(client, model)
         return await self._accept(client, "unload_model", str(model), key, {})
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
+        follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
         await self.expire()
         path = parse_path(body.get("path"), STATES)
         if path.model == SHARED:
@@ -478,45 +403,13 @@ class Service:
 
     async def _load_shared(self, client: str, path: CheckpointPath, body: dict[str, Any]) -> Call:
         """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
-        model, seq = self.demand_model(client, body.get("model_id")), _integer(body.get("seq_id"), "seq_id")
+        model, seq = self.demand_model(client, body.get("model_id")), integer(body.get("seq_id"), "seq_id")
         copy = hashlib.sha256(f"{model}:{seq}".encode()).hexdigest()[:16]
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": False, "copy": copy}
         if (client, f"{model}:{seq}") in self._by_key:  # a repetition: its copy may have gone with a snapshot
             return await self.on_model(client, "load_weights", model, seq, kept)
-        self._copying.add(copy)
-        try:
-            await asyncio.to_thread(self._copy_shared, path, self._directory_of(replace(path, name=copy)))
+        async with self.checkpoints.copied(path, copy):
             return await self.on_model(client, "load_weights", model, seq, kept)
-        finally:
-            self._copying.discard(copy)
-
-    def _copy_shared(self, path: CheckpointPath, copy: Path) -> None:
-        source = None if self._shared is None else self._shared / path.name
-        if copy.exists():
-            return
-        if source is None or not source.is_dir():
-            where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
-            raise Refused(404, f"there is no checkpoint {str(path)!r}: {where}")
-        partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
-        try:
-            partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shutil.copytree(source, partial)
-            partial.rename(copy)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if full := full_disk(error):
-                raise self._no_room(full) from error
-            raise Refused(409, f"{source} could not be copied, so nothing was loaded: {error}") from error
-
-    def _remove_copies(self) -> None:
-        """Those that no call needs which the snapshot does not have."""
-        needed = {
-            call.body["copy"] for call in tuple(self._journal.calls.values())
-            if "copy" in call.body and not self._is_done(call)
-        }  # fmt: skip
-        for copy in (self._directory / "checkpoints" / SHARED).glob("*"):
-            if copy.name not in needed | self._copying and not copy.name.startswith("."):
-                shutil.rmtree(copy)
 
     # -- checkpoints
 
@@ -530,39 +423,26 @@ class Service:
 
     def demand_checkpoint(self, client: str, path: CheckpointPath) -> None:
         """404 for one that is deleted, not saved yet, or another client's."""
-        saves = self._models[self.demand_model(client, path.model)].saves[path.kind]
-        if path.name not in saves.names or path.name in saves.deleted or not self._directory_of(path).exists():
-            if path.kind == SAMPLERS:
-                raise Refused(404, f"there are no weights {str(path)!r}, or their save has not ended")
-            raise Refused(404, f"there is no checkpoint {str(path)!r}, or its save has not ended")
+        self.checkpoints.demand(path, self._models[self.demand_model(client, path.model)].saves[path.kind])
 
     def saved(self, model: str) -> list[Saved]:
         """A model's checkpoints and its named weights for sampling, oldest first."""
-        found: list[Saved] = []
-        for kind, saves in self._models[model].saves.items():
-            for name in saves.names - saves.deleted:
-                path = CheckpointPath(model, kind, name)
-                directory = self._directory_of(path)
-                if directory.exists():
-                    made = directory.stat().st_mtime
-                    if (size := self._sizes.get(path)) is None:  # a name is given once
-                        size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
-                        self._sizes[path] = size
-                    ttl = saves.ttl.get(name)
-                    expires = saves.expires.get(name, None if ttl is None else made + ttl)
-                    found.append(Saved(path, made, size, expires))
-        return sorted(found, key=lambda each: (each.time, each.path.kind, each.path.name))
+        return self.checkpoints.of(model, self._models[model].saves)
 
     async def delete_checkpoint(self, client: str, path: CheckpointPath) -> None:
         """Not listed and not loaded from here on. Files of a state go with a snapshot after which no call needs them,
         weights for sampling at once. A repetition changes nothing; the name is not given again."""
-        if path.name not in self._models[self.demand_model(client, path.model)].saves[path.kind].deleted:
-            self.demand_checkpoint(client, path)
-            await self._delete(client, path)
+        try:
+            if path.name not in self._models[self.demand_model(client, path.model)].saves[path.kind].deleted:
+                self.demand_checkpoint(client, path)
+                await self._delete(client, path)
+        except Refused as refused:
+            if refused.status != 410:  # the model has left, as all of its checkpoints were deleted
+                raise
 
     async def set_ttl(self, client: str, path: CheckpointPath, seconds: object) -> None:
         """From now on; None: the checkpoint stays."""
-        expires = None if seconds is None else time.time() + _ttl(seconds)
+        expires = None if seconds is None else time.time() + ttl(seconds)
         await self.expire()
         self.demand_checkpoint(client, path)
         body = {"kind": path.kind, "name": path.name, "expires": expires}
@@ -572,48 +452,21 @@ class Service:
         """Deletes what is over its time. A call of the journal like any other, so that what was loaded before is loaded
         again after a kill; weights without a name just go."""
         for model, held in list(self._models.items()):
-            for name, seconds in list(held.saves[SAMPLERS].ttl.items()):
-                if (path := CheckpointPath(model, SAMPLERS, name)).is_unnamed:
-                    directory = self._directory_of(path)
-                    if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
-                        await self._remove(directory)
-            if model in self._models and any(saves.ttl or saves.expires for saves in held.saves.values()):
-                for each in self.saved(model):
-                    if each.expires is not None and each.expires <= time.time():
-                        with suppress(Refused):  # it has gone, or will when there is room for the journal's line
-                            await self._delete(held.client, each.path)
+            await self.checkpoints.remove_unnamed(model, held.saves[SAMPLERS])
+            if model in self._models:
+                for path in self.checkpoints.expired(model, held.saves):
+                    with suppress(Refused):  # it has gone, or will when there is room for the journal's line
+                        await self._delete(held.client, path)
 
     async def _delete(self, client: str, path: CheckpointPath) -> None:
         body = {"kind": path.kind, "name": path.name}
         await self._accept(client, "delete_checkpoint", path.model, f"delete:{path}", body)
-        self._sizes.pop(path, None)
+        self.checkpoints.sizes.pop(path, None)
         if path.kind == SAMPLERS:
-            await self._remove(self._directory_of(path))
-
-    async def _remove(self, directory: Path) -> None:
-        """At once for requests; beside the event loop, for files of all weights take their time."""
-        gone = directory.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
-        with suppress(OSError):  # it has gone already
-            os.rename(directory, gone)
-            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
-
-    def _directory_of(self, path: CheckpointPath) -> Path:
-        return self._directory / ("checkpoints" if path.kind == STATES else "samplers") / path.model / path.name
-
-    def _remove_deleted(self) -> None:
-        """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
-        for deletion in tuple(self._deletions):
-            before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
-            after_snapshot = (call for call in before if not self._is_done(call))
-            path = CheckpointPath(deletion.model, deletion.body["kind"], deletion.body["name"])
-            if not any(_uses(call, path) for call in after_snapshot):
-                directory = self._directory_of(path)
-                if directory.exists():
-                    shutil.rmtree(directory, ignore_errors=path.kind == SAMPLERS)
-                self._deletions.remove(deletion)
+            await self.checkpoints.remove(path)
 
     def _new_name(self, client: str, body: dict[str, Any]) -> str:
-        seq = _integer(body.get("model_seq_id"), "model_seq_id")
+        seq = integer(body.get("model_seq_id"), "model_seq_id")
         return f"{self._open_session(client, body.get('session_id'))}:train:{seq}"
 
     def _open_session(self, client: str, session: object) -> str:
@@ -645,7 +498,7 @@ class Service:
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
             evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
             self._within_limits(client, kind, model, body, evicted)
-            self.queued.calls[client] += (size := _size(body))  # of a sample that comes meanwhile, too
+            self.queued.calls[client] += (size := size_of(body))  # of a sample that comes meanwhile, too
             try:
                 unloads = [
                     (self._models[name].client, "unload_model", name, f"unload:{name}", _digest("unload_model", {}),
@@ -665,20 +518,19 @@ class Service:
         try:
             await asyncio.to_thread(self._journal.accept, *calls)  # a disk, and a compaction, may take their time
         except OSError as error:
-            raise self._no_room(error.strerror) from error
+            raise no_room(self._directory, error.strerror) from error
         for call in calls:
             self._enter(call)
             if call.model in self._models:
                 self._last_calls[call.model] = time.time()
         return calls[-1]
 
-    def _no_room(self, why: str | None) -> Refused:
-        return Refused(503, f"the call was not accepted, for {self._directory} cannot be written: {why}; ask again")
-
     def _within_limits(
         self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
     ) -> None:  # fmt: skip
-        # What was there when the call was checked may have left meanwhile.
+        # What was there when the call was checked may have left meanwhile, or have come.
+        if kind == "finish_session" and body.get(_IDLE) and not self._is_left_idle(model):
+            raise Refused(409, f"session {model} is in use")
         if kind in ("sampling_session", "finish_session") or _makes_a_model(kind, body):
             self._open_session(client, model.partition(":")[0])
             self._refuse_gone(client, model)
@@ -692,7 +544,7 @@ class Service:
             raise Refused(410, self._unloaded(model, held.evicted))
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
-        self.queued.demand(client, _size(body))
+        self.queued.demand(client, size_of(body))
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, parse_path(body["path"], STATES))
@@ -704,8 +556,7 @@ class Service:
             path = CheckpointPath(model, STATES if kind == "save_weights" else SAMPLERS, body["name"])
             if path.name in self._models[model].saves[path.kind].names:
                 raise UsageError(f"{path} is there already; a name is given once")
-            kept = (len(saves.names - saves.deleted) for each in own for saves in each.saves.values())
-            if sum(kept) >= self.limits.checkpoints:
+            if sum(len(saves.kept) for each in own for saves in each.saves.values()) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
     def _enter(self, call: Call) -> None:
@@ -727,7 +578,7 @@ class Service:
             return
         if call.kind == "delete_checkpoint":
             self._models[call.model].saves[call.body["kind"]].deleted.add(call.body["name"])
-            self._deletions.append(call)
+            self.checkpoints.deletions.append(call)
             return
         if call.kind == "checkpoint_ttl":
             self._models[call.model].saves[call.body["kind"]].expires[call.body["name"]] = call.body["expires"]
@@ -743,15 +594,14 @@ class Service:
             model.unloaded, model.evicted = True, "evicted_for" in call.body
         if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
             self._waiting.setdefault(_for(call), deque()).append(call)
-            self.queued.calls[_for(call)] += _size(call.body)
+            self.queued.calls[_for(call)] += size_of(call.body)
 
     def _leave(self) -> None:
         """What is over leaves the tables. Not while a call is being accepted: it may be about that."""
         for name, model in list(self._models.items()):
-            is_over = (model.unloaded or model.refused) and model.last <= self._done.get(name, -1)
-            if not is_over or any(saves.names - saves.deleted for saves in model.saves.values()):
+            if not self._is_over(name) or any(saves.kept for saves in model.saves.values()):
                 continue
-            if not any(deletion.model == name for deletion in tuple(self._deletions)) and not any(
+            if not any(deletion.model == name for deletion in tuple(self.checkpoints.deletions)) and not any(
                 sampler.model == name for sampler in self._samplers.values()
             ):  # fmt: skip
                 session, _, number = name.partition(":train:")
@@ -761,8 +611,7 @@ class Service:
                 self._last_calls.pop(name, None)
                 self._left.add(name)
         for session in [*self._finished]:
-            own = [(name, each) for name, each in self._models.items() if name.startswith(f"{session}:")]
-            if all((each.unloaded or each.refused) and each.last <= self._done.get(name, -1) for name, each in own):
+            if all(self._is_over(name) for name in self._models if name.startswith(f"{session}:")):
                 self._finished.discard(session)
                 for table in (self._sessions, self._last_seen, self._gone):
                     table.pop(session, None)
@@ -815,6 +664,7 @@ class Service:
         except TimeoutError:
             return None
         self._fetched.setdefault(number, time.monotonic())
+        self.kept.fetch(client, number)
         return results.get(number)  # None: it was fetched long ago, and went just now
 
     # -- carrying out
@@ -829,13 +679,32 @@ class Service:
             await self._run()
 
     async def _watch_for_stalls(self) -> None:
-        before = self._responsive_since = time.monotonic()
+        before = looked = self._responsive_since = time.monotonic()
         while True:
             await asyncio.sleep(STALL_CHECK_SECONDS)
             now = time.monotonic()
             if now - before > STALL_SECONDS:
                 self._responsive_since = now
             before = now
+            if now - looked > IDLE_CHECK_SECONDS:
+                looked = now
+                await self._finish_idle()
+
+    async def _finish_idle(self) -> None:
+        for session, client in list(self._sessions.items()):
+            if session not in self._finished and self._is_left_idle(session):
+                with suppress(Refused):  # it has come to life, or there is no room for the journal's line
+                    await self._accept(client, "finish_session", session, f"finish:{session}", {_IDLE: True})
+
+    def _is_left_idle(self, session: str) -> bool:
+        if time.monotonic() - self._seen(session) <= IDLE_SESSION_SECONDS:
+            return False
+        return all(self._is_over(name) for name in self._models if name.startswith(f"{session}:"))
+
+    def _is_over(self, name: str) -> bool:
+        """Whether the trainer has it no more, or never had it."""
+        model = self._models[name]
+        return (model.unloaded or model.refused) and model.last <= self._done.get(name, -1)
 
     async def _run(self) -> None:
         job_is_next = True
@@ -870,12 +739,22 @@ class Service:
             while self._failed_saves:
                 self._forget_save(self._failed_saves.pop())
             if not is_replayed:
-                self.queued.calls[_for(call)] -= _size(call.body)
+                self.queued.calls[_for(call)] -= size_of(call.body)
+                self._count_result(call)
             self._follow_compaction()
             if not self._accepting.locked():  # else it does so itself
                 self._leave()
             async with self._changed:
                 self._changed.notify_all()
+
+    def _count_result(self, call: Call) -> None:
+        """Lets go what is too much. In memory, and with the next snapshot on the disk; until then a restart does."""
+        results = self._journal.results
+        if (own := results.get(call.number)) is None:  # it was fetched, and the snapshot after it took it out
+            return
+        for number in self.kept.add(call.client, call.number, size_of(own)):
+            if "proto" in (result := results.get(number, {})):  # the others are small
+                results[number] = self.kept.let_go(self._journal.calls[number].kind, size_of(result))
 
     def _next_call(self) -> Call:
         client = next(iter(self._waiting))
@@ -1001,10 +880,15 @@ class Service:
         for other in snapshots.iterdir():
             if other.name != name:
                 shutil.rmtree(other)
-        self._remove_deleted()
-        self._remove_copies()
+        after = self._after_snapshot()
+        self.checkpoints.remove_deleted(after)
+        self.checkpoints.remove_copies(after)
         self._compact()
         self.history.compact()
+
+    def _after_snapshot(self) -> list[Call]:
+        """Calls that it does not have."""
+        return [call for call in tuple(self._journal.calls.values()) if not self._is_done(call)]
 
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
@@ -1040,8 +924,7 @@ class Service:
             elif "proto" in call.body:
                 changed[call.number] = replace(call, body={})
         for name in left:
-            for kind in ("checkpoints", "samplers"):
-                shutil.rmtree(self._directory / kind / name, ignore_errors=True)
+            self.checkpoints.forget(name)
         self._journal.compact(changed, results, floors, gone, left)
         self._compacted = {number: (calls[number], call) for number, call in changed.items()}, left
 
@@ -1058,6 +941,7 @@ class Service:
         self._compacted = {}, set()
         for number in [each for each in self._fetched if each not in self._journal.results]:
             del self._fetched[number]
+        self.kept.forget(but=self._journal.results)
 
     def _in_books(self, call: Call, samplers: int) -> bool:
         """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
@@ -1083,10 +967,7 @@ class Service:
                 self._models[call.model].inflight.remove((call.number, call.body["name"]))
 
     def _recover(self) -> None:
-        for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
-            shutil.rmtree(begun)
-        for removed in (self._directory / "samplers").glob(f"*/{_REMOVED}*"):
-            shutil.rmtree(removed, ignore_errors=True)
+        self.checkpoints.remove_begun()
         pointer = self._directory / "snapshot.json"
         if pointer.exists():
             held = json.loads(pointer.read_text(encoding="utf-8"))
@@ -1098,7 +979,9 @@ class Service:
         # Results stand in the order in which the calls were carried out.
         done_before = (calls[number] for number in self._journal.results)
         self._replay.extend(call for call in done_before if not self._is_done(call))
-        self._remove_deleted()
+        self.checkpoints.remove_deleted(self._after_snapshot())
+        for number in self._journal.results:
+            self._count_result(calls[number])
         self._leave()
         rank = self.limits.rank
         for name, model in self._models.items():
@@ -1127,30 +1010,6 @@ def _digest(kind: str, content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
 
 
-def _follow(body: dict[str, Any], known: set[str]) -> None:
-    """UsageError for a setting that would have no effect. Empty ones, and what people attach to a call, are none."""
-    attached = {"type", "user_metadata"}
-    odd = {key for key, value in body.items() if value not in (None, False, "", {}) and key not in known | attached}
-    if body.get("optimizer_config") in (None, {"type": "adamw"}):
-        odd.discard("optimizer_config")
-    if odd:
-        raise UsageError(f"{', '.join(sorted(odd))} is not supported by this server")
-
-
-def _ttl(seconds: object) -> int:
-    low, high = TTL_SECONDS
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
-        raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
-    return seconds
-
-
-def _size(body: Mapping[str, Any]) -> int:
-    """Of a call, in bytes as they were sent, or nearly."""
-    if (proto := body.get("proto")) is not None:
-        return len(proto) * 3 // 4 - proto[-2:].count("=")
-    return len(json.dumps(body, separators=(",", ":")))
-
-
 def _for(call: Call) -> str:
     """The client that waits for it."""
     return call.body.get("evicted_for", call.client)
@@ -1165,20 +1024,5 @@ def _makes_a_model(kind: str, body: Mapping[str, Any]) -> bool:
     return kind == "create_model" or (kind == "load_weights" and body["create"])
 
 
-def _uses(call: Call, path: CheckpointPath) -> bool:
-    """Whether a call writes or reads a checkpoint."""
-    if call.kind == "load_weights":
-        return call.body["path"] == str(path)
-    saves = "save_weights" if path.kind == STATES else "save_weights_for_sampler"
-    return call.kind == saves and call.model == path.model and call.body["name"] == path.name
-
-
-def _integer(value: object, what: str, why: str = "") -> int:
-    """Bounded: names of files are made of it."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < NO_SEQ:
-        raise UsageError(f"{what} is {str(value)[:40]}, expected an integer from 0 to 2**63 - 1{why}")
-    return value
-
-
 def _sampling_session(session: str, seq: object) -> str:
-    return f"{session}:sample:{_integer(seq, 'sampling_session_seq_id')}"
+    return f"{session}:sample:{integer(seq, 'sampling_session_seq_id')}"

@@ -18,7 +18,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.prefetch import Buckets, NotFetched
-from rltool.engines.plugin.workers import ask_workers, failure_in
+from rltool.engines.plugin.worker import ask_workers, failure_in
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 
@@ -257,12 +257,57 @@ def digests(manager: Any, lora_id: int) -> dict[str, str]:
         for number, part in enumerate(parts):
             for letter, shape in zip("AB", shapes.get(part, ()), strict=False):
                 stacked = layer.lora_a_stacked if letter == "A" else layer.lora_b_stacked
-                if len(stacked) != len(parts) or stacked[number].dim() != 4:  # experts'
+                if stacked[0].dim() == 2:  # of experts: one of each place and product, those of a place together
+                    if len(stacked) != len(parts) * len(adapters.lora_index_to_id):  # it has some of the experts
+                        continue
+                    held = stacked[index * len(parts) + number]
+                elif len(stacked) == len(parts):
+                    held = stacked[number][index, 0]
+                else:
                     continue
-                held = stacked[number][index, 0]
                 if held.shape[0] >= shape[0] and held.shape[1] >= shape[1]:
                     raw = held[: shape[0], : shape[1]].cpu().contiguous().flatten().view(torch.uint8).numpy()
                     found[f"{names.get(part, part)}.lora_{letter}"] = hashlib.sha256(raw.data).hexdigest()
+    return found
+
+
+def experts_output(
+    context: Any, x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor],
+    chosen: tuple[torch.Tensor, torch.Tensor], activate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """[tokens, hidden] in float32, of experts in plain torch, each token with the adapter of its place.
+
+    context: vLLM's MoELoRAContext, None where no adapters are; x: [tokens, hidden]; weights: [experts, 2 x inner,
+    hidden] with gates first, and [experts, hidden, inner]; chosen: shares and numbers of experts, [tokens, k] each;
+    activate: [rows, 2 x inner] -> [rows, inner]."""
+    (w13, w2), (shares, numbers) = weights, chosen
+    places = torch.full((len(x),), -1)
+    if context is not None:
+        known = context.punica_wrapper.token_lora_indices
+        places[: len(known)] = known[: len(places)]
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in numbers.unique().tolist():
+        rows, choices = (numbers == expert).nonzero(as_tuple=True)
+        both, held = x[rows] @ w13[expert].T, places[rows]
+        if context is not None:
+            pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
+            both = both + torch.cat([_added(x[rows], held, expert, a, b) for a, b in pairs], dim=-1)
+        inner = activate(both)
+        y = inner @ w2[expert].T
+        if context is not None:
+            y = y + _added(inner, held, expert, context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0])
+        total.index_add_(0, rows, y.float() * shares[rows, choices, None].float())
+    return total
+
+
+def _added(x: torch.Tensor, places: torch.Tensor, expert: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """B A x of each row's place, zero where that is -1. x: [rows, inputs]; a: [places, experts, rank, inputs]; b:
+    [places, experts, outputs, rank], scaled."""
+    found = x.new_zeros(len(x), b.shape[2])
+    for place in places.unique().tolist():
+        if place >= 0:
+            rows = places == place
+            found[rows] = x[rows] @ a[place, expert].T @ b[place, expert].T
     return found
 
 

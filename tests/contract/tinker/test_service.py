@@ -31,7 +31,7 @@ import rltool.report.served as report_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
-from rltool.algorithms.named_losses import LOSSES
+from rltool.algorithms.named_losses import LOSSES, NOT_HERE
 from rltool.cli import main
 from rltool.commands.tables import served_line
 from rltool.commands.top_view import served_frame
@@ -46,11 +46,12 @@ from rltool.processes.state import state_of_this_process, write_state
 from rltool.report.served import read_served
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Call, Journal, Lines
+from rltool.tinker.limits import Limits, Refused, size_of
 from rltool.tinker.paths import SAMPLERS, STATES, CheckpointPath
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import Absent, LoadedAdapters, SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
-from rltool.tinker.service import Limits, Refused, Service
+from rltool.tinker.service import Service
 from rltool.tinker.wire import SampledTokens, SampleOutput, Topk, decode_forward, encode_output, encode_samples
 from rltool.training.checks.preflight import EnginesAway
 from rltool.training.served import StepOutput
@@ -821,7 +822,7 @@ def test_other_requests_are_answered_while_weights_are_removed_and_what_a_kill_l
             deleting = asyncio.create_task(service.delete_checkpoint("a", CheckpointPath(model, SAMPLERS, "x")))
             await asyncio.to_thread(begun.wait, 10)
             service.heartbeat("a", model.partition(":")[0])
-            assert not deleting.done() and not (there / "x").exists() and service.newest_weights() is None
+            assert not deleting.done() and not (there / "x").exists() and service.checkpoints.newest_weights() is None
             ends.set()
             await deleting
         assert list(there.iterdir()) == []
@@ -1103,6 +1104,69 @@ def test_bytes_of_calls_and_samples_are_bounded_together_and_counted_again_after
         ServeTrainerConfig(max_queued_bytes=2000)
 
 
+async def is_done(service: Service, call: Call) -> None:
+    while not service._is_done(call) or call.number not in service._journal.results:
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.005)  # and in the books
+
+
+def test_bytes_of_results_are_bounded_and_one_that_was_let_go_is_an_error_by_name_over_a_restart_too(tmp_path):
+    """Those that were fetched go first, then the oldest; another client's stay."""
+
+    async def size_of_one() -> int:
+        service, _ = make(tmp_path / "size")
+        running = asyncio.create_task(service.run())
+        call = await forward(service, "a", await made(service, "a"), 1)
+        size = size_of(await service.result("a", call.number, 5) or {})
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
+        return size
+
+    async def first(service: Service) -> list[int]:
+        other = await forward(service, "b", await made(service, "b"), 1)
+        await is_done(service, other)
+        model, numbers = await made(service, "a"), list[int]()
+        for seq in range(1, 6):
+            call = await forward(service, "a", model, seq)
+            await is_done(service, call)
+            numbers.append(call.number)
+            if seq == 2:
+                assert "proto" in (await service.result("a", call.number, 0) or {})
+            if seq == 3:
+                assert await let_go(service, numbers) == [2], "what was fetched"
+        assert await let_go(service, numbers) == [1, 2, 3]
+        assert "proto" in (await service.result("b", other.number, 0) or {})
+        return numbers
+
+    async def let_go(service: Service, numbers: list[int]) -> list[int]:
+        assert 0 < service.kept.bytes["a"] <= service.kept._most
+        found = [service._journal.results[number] for number in numbers]
+        return [seq for seq, result in enumerate(found, 1) if "proto" not in result]
+
+    async def then(service: Service, numbers: list[int]) -> None:
+        assert await let_go(service, numbers) == [1, 2, 3], "counted again"
+        for place, number in enumerate(numbers):
+            found = await service.result("a", number, 0) or {}
+            if place < 3:
+                text = f"ResultGone: the forward_backward was carried out, and its result of {size} bytes was let go"
+                assert text in found["error"] and "(--max-queued-bytes)" in found["error"]
+                assert found["category"] == "server"
+            else:
+                assert "proto" in found
+
+    size = asyncio.run(size_of_one())
+    most = int(2.5 * size)
+    service, _ = make(tmp_path / "a", snapshot_every=100, queued_bytes=most)
+    numbers = asyncio.run(running_on(service, first(service)))
+    results = tmp_path / "a" / "results.jsonl"
+    assert "ResultGone" not in results.read_text()
+    for snapshot_every in (100, 1, 100):
+        service, _ = make(tmp_path / "a", snapshot_every=snapshot_every, queued_bytes=most)
+        asyncio.run(running_on(service, then(service, numbers)))
+    assert results.read_text().count("ResultGone") == 3, "their bytes have left the disk, too"
+
+
 def test_a_model_that_the_trainer_refuses_is_neither_listed_nor_counted(tmp_path, monkeypatch):
     def refuse(*_: Any) -> None:
         raise UsageError("no room")
@@ -1372,6 +1436,37 @@ def test_a_model_whose_deleted_checkpoint_is_yet_to_be_loaded_stays_until_then(t
     call = asyncio.run(accepted())
     assert "error" not in asyncio.run(running_on(service, then(service, call.number)))
     assert service.models_of("a") == models[1:]
+
+
+def test_a_deletion_that_is_repeated_after_its_model_or_session_left_is_as_the_first(tmp_path):
+    async def case(service: Service) -> CheckpointPath:
+        model = await made(service, "a")
+        await save(service, model, 1, "s")
+        path = CheckpointPath(model, STATES, "s")
+        await service.result("a", (await service.unload_model("a", {"model_id": model})).number, 5)
+        await service.delete_checkpoint("a", path)
+        await save(service, await made(service, "a"), 1, "other")  # a call or two, so that it leaves
+        await again(service, path)
+        await service.finish_session("a", model.partition(":")[0], None)
+        await again(service, path)
+        return path
+
+    async def again(service: Service, path: CheckpointPath) -> None:
+        with pytest.raises(Refused, match="is unloaded") as error:
+            service.demand_model("a", path.model)
+        assert error.value.status == 410
+        before = service._journal.next
+        await service.delete_checkpoint("a", path)
+        assert service._journal.next == before, "nothing is to be done"
+        with pytest.raises(Refused, match="there is no model"):
+            await service.delete_checkpoint("b", path)
+        with pytest.raises(Refused, match="is unloaded"):
+            await service.set_ttl("a", path, 3600)
+
+    service, _ = make(tmp_path, snapshot_every=1)
+    path = asyncio.run(running_on(service, case(service)))
+    service, _ = make(tmp_path, snapshot_every=1)
+    asyncio.run(running_on(service, again(service, path)))
 
 
 def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its_run_has_deleted_it(tmp_path):
@@ -1859,8 +1954,9 @@ def test_unloaded_models_and_ended_sessions_leave_all_tables_and_their_names_sta
         refused(404, "fetched long ago", service.result, "a", unfetched.number, 0)
         tables = (
             service._models, service._sessions, service._finished, service._samplers, service._by_key, service._gone,
-            service._left, service._done, service._last_calls, service._last_seen, service._fetched, service._sizes,
-            service._deletions, service._journal.floors, service._journal.calls, service._journal.results,
+            service._left, service._done, service._last_calls, service._last_seen, service._fetched,
+            service.checkpoints.sizes, service.checkpoints.deletions, service._journal.floors, service._journal.calls,
+            service._journal.results,
         )  # fmt: skip
         assert [each for each in tables if session in str(each)] == []
         for name in ("calls.jsonl", "results.jsonl", "snapshot.json", "checkpoints", "samplers"):
@@ -1869,6 +1965,55 @@ def test_unloaded_models_and_ended_sessions_leave_all_tables_and_their_names_sta
         service, trainer = make(tmp_path, snapshot_every=2)
         assert len(trainer.models) == 1
     service.close()
+
+
+def test_a_session_that_is_left_without_a_model_ends_by_itself_and_others_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "STALL_CHECK_SECONDS", 0.001)
+    monkeypatch.setattr(service_module, "IDLE_CHECK_SECONDS", 0.0)
+
+    async def first(service: Service, ahead: list[float]) -> list[str]:
+        empty, active, used, model = [await service.open_session("a") for _ in range(3)] + [await made(service, "a")]
+        kept = await made(service, "a", used)
+        await save(service, kept, 1, "s")
+        await service.result("a", (await service.unload_model("a", {"model_id": kept})).number, 5)
+        body = {"session_id": empty, "sampling_session_seq_id": 0, "base_model": "base"}
+        sampler = await service.open_sampler("a", body)
+        assert service.demand_sampler("a", sampler).client == "a"
+        ahead[0] += service_module.IDLE_SESSION_SECONDS - 1
+        await asyncio.sleep(0.05)
+        sessions = [empty, active, used, model.partition(":")[0]]
+        assert sorted(service.sessions_of("a")) == sorted(sessions), "not before"
+        service.heartbeat("a", active)
+        ahead[0] += 2
+        while len(service.sessions_of("a")) > 2:
+            await asyncio.sleep(0.001)
+        await left(service, sessions)
+        with pytest.raises(Refused, match="in use") as error:  # it was looked at before its last heartbeat
+            await service._accept("a", "finish_session", active, f"finish:{active}", {service_module._IDLE: True})
+        assert error.value.status == 409
+        await service.finish_session("a", empty, "as where it finishes itself")
+        return sessions
+
+    async def left(service: Service, sessions: list[str]) -> None:
+        assert service.sessions_of("a") == [sessions[1], sessions[3]]
+        for session in (sessions[0], sessions[2]):
+            with pytest.raises(Refused, match=f"session {session} is finished; open another") as error:
+                service.heartbeat("a", session)
+            assert error.value.status == 410
+        with pytest.raises(Refused, match="is finished"):
+            service.demand_sampler("a", f"{sessions[0]}:sample:0")
+        assert names(service, f"{sessions[2]}:train:0") == ["s"], "checkpoints stay"
+        body = {"model_id": f"{sessions[3]}:train:0", "seq_id": service._journal.next, "optimizer": False}
+        call = await service.load_weights("a", body | {"path": f"tinker://{sessions[2]}:train:0/weights/s"})
+        assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
+
+    with clock(monkeypatch) as ahead:
+        service, _ = make(tmp_path, snapshot_every=1)
+        sessions = asyncio.run(running_on(service, first(service, ahead)))
+        for _ in range(2):
+            service, _ = make(tmp_path, snapshot_every=1)
+            asyncio.run(running_on(service, left(service, sessions)))
+        assert sessions[0] not in str(service._journal.calls) and sessions[0] not in str(service._sessions)
 
 
 def test_data_of_calls_that_are_done_are_in_no_memory_and_a_finished_session_unloads_its_models_after_a_kill(tmp_path):
@@ -2010,7 +2155,7 @@ def test_the_tables_of_the_docs_have_every_route_of_the_released_client():
 
 def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_call(tmp_path):
     theirs = set(of_the_client("losses"))
-    assert theirs - set(LOSSES) == {"stable_reinforce", "custom"} and set(LOSSES) <= theirs
+    assert theirs - set(LOSSES) == set(NOT_HERE) and set(LOSSES) <= theirs
     service, _ = make(tmp_path)
     server = TinkerServer(service, {"a": "tml-a"}, poll_seconds=5)
     policy = {"logprobs": [0.0] * 3, "advantages": [1.0] * 3}
@@ -2021,6 +2166,7 @@ def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_
 
             async def answer(seq: int, loss: str, **more: Any) -> tuple[int, Any]:
                 inputs = policy if loss != "cross_entropy" else {}
+                inputs = inputs | ({"sequence_ratio_mask": [0.0, 1.0, 1.0]} if loss == "gspo" else {})
                 proto = forward_proto(model, seq, tokens=[1, 2, 3], targets=[2, 3, 5], loss=loss, **inputs, **more)
                 head = {"X-API-Key": "tml-a", "Content-Type": "application/x-protobuf"}
                 async with http.post(PREFIX + "forward_backward", data=proto, headers=head) as reply:
@@ -2033,7 +2179,10 @@ def test_each_loss_of_the_released_client_is_computed_or_refused_by_name_at_the_
                 assert "proto" in (await service.result("a", int(promised["request_id"]), 5) or {}), loss
             for loss in sorted(theirs - set(LOSSES)):
                 status, refused = await answer(50, loss)
-                assert status == 422 and f"loss {loss!r} is not supported" in refused["error"]
+                assert status == 422 and f"loss {loss!r} is not supported: it {NOT_HERE[loss]}" in refused["error"]
+            # A server that ran them would say so in client/config; with the id of one the call is this.
+            status, refused = await answer(50, "custom", settings={"loss_id": "own"})
+            assert status == 422 and "loss 'custom' is not supported" in refused["error"]
             status, refused = await answer(50, "ppo", settings={"beta": 1.0})
             assert status == 422 and "loss_fn_config has beta, which it does not read" in refused["error"]
 
