@@ -173,17 +173,11 @@ def main() -> None:
         help='JSON: name -> [trainer] keys, e.g. {"eager": {"compile": false}}',
     )
     args = parser.parse_args()
-    from transformers import AutoConfig, AutoTokenizer
-
-    from rltool.engines.dialects.vllm_launch import flash_attention_of
+    from transformers import AutoTokenizer
 
     if args.exact:
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
         args.engine = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}, **args.engine}
-        config: Any = AutoConfig.from_pretrained(args.model)
-        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        if (version := flash_attention_of(size)) is not None:
-            args.engine["attention_config"] = {"flash_attn_version": version}
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     rows = [json.loads(line) for line in args.data.read_text().splitlines()[: args.samples]]
     chats = [[{"role": "user", "content": row.get("prompt") or row["question"]}] for row in rows]

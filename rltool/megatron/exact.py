@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer import attention as megatron_attention
 from torch import Tensor
 
-from rltool.engines.dialects.vllm_launch import flash_attention_of
+from rltool.engines.dialects.vllm_launch import HEADS_ARE_NOT_EXACT, exact_heads
 from rltool.errors import UsageError
 from rltool.megatron import kernels
 from rltool.megatron.attention import flash_backward
@@ -35,9 +35,6 @@ FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 
 VARIABLE = "VLLM_BATCH_INVARIANT"
 
-PAGE = 16
-"""Of keys and values in vLLM's cache."""
-
 HEAD_ROWS = 64
 """vLLM pads a vocabulary to a multiple of this, and picks the tiles of the head's product by the padded size."""
 
@@ -47,10 +44,11 @@ def use_engine_kernels(model: GPTModel, hf_path: Path, architecture: str) -> Non
     weight = next(model.parameters())
     if architecture not in FAMILIES:
         raise UsageError(f"algorithm.exact: {architecture} was not compared; it is for {', '.join(FAMILIES)}")
-    if not weight.is_cuda or weight.dtype is not torch.bfloat16:
-        raise UsageError(
-            'algorithm.exact needs a GPU and model.dtype = "bfloat16": vLLM has batch-invariant kernels there alone'
-        )
+    if not exact_heads(hf_path):
+        raise UsageError(f"algorithm.exact: {HEADS_ARE_NOT_EXACT}")
+    hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 9
+    if not hopper or weight.dtype is not torch.bfloat16:
+        raise UsageError('algorithm.exact was compared on Hopper GPUs with model.dtype = "bfloat16" alone')
     os.environ[VARIABLE] = "1"  # vLLM's C++ code reads it at its first call
     try:
         import vllm._custom_ops
@@ -221,17 +219,12 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None
     ) -> Tensor:
-        from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
         from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-        version = flash_attention_of(query.size(-1)) or get_flash_attn_version(head_size=query.size(-1))
-        keys = {"k": key, "v": value, "cu_seqlens_k": packed.cu_seqlens_kv}
-        if version == 2:  # by pages it takes other tiles, also where they lie one behind the other
-            keys = _paged(key, value, packed)
         out, total = cast(Any, flash_attn_varlen_func)(
-            query, max_seqlen_q=packed.max_seqlen_q, cu_seqlens_q=packed.cu_seqlens_q,
-            max_seqlen_k=packed.max_seqlen_kv, **keys, softmax_scale=scale, causal=True, num_splits=1,
-            fa_version=version, return_softmax_lse=True,
+            query, key, value, packed.max_seqlen_q, packed.cu_seqlens_q, packed.max_seqlen_kv,
+            cu_seqlens_k=packed.cu_seqlens_kv, softmax_scale=scale, causal=True, num_splits=1, fa_version=3,
+            return_softmax_lse=True,
         )[:2]  # fmt: skip
         ctx.save_for_backward(query, key, value, out, total)
         ctx.options = packed, scale, None
@@ -247,22 +240,10 @@ class _Attention(torch.autograd.Function):
         return *found, None, None
 
 
-def _paged(key: Tensor, value: Tensor, packed: PackedSeqParams) -> dict[str, Tensor]:
-    """Packed [T, groups, d] -> as in an engine's cache, each sequence from a page of its own on."""
-    ends = packed.cu_seqlens_kv
-    lengths = ends.diff()
-    count = -(-packed.max_seqlen_kv // PAGE)
-    at = torch.arange(count * PAGE, device=key.device)
-    rows = (ends[:-1, None] + at.clamp(max=(lengths - 1)[:, None])).flatten()  # behind its end: the last, not read
-    table = torch.arange(len(lengths) * count, dtype=torch.int32, device=key.device).view(-1, count)
-    k, v = (x.index_select(0, rows).view(-1, PAGE, *x.shape[1:]) for x in (key, value))
-    return {"k": k, "v": v, "seqused_k": lengths.int(), "block_table": table}
-
-
 def attention(
     query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, scale: float | None, window: int | None
 ) -> Tensor:
-    """A `Kernel` (rltool.megatron.attention): FlashAttention as vLLM is built with it, in one split; no window."""
+    """A `Kernel` (rltool.megatron.attention): FlashAttention 3 as vLLM is built with it, in one split; no window."""
     assert window is None
     query, key, value = (x.contiguous() for x in (query, key, value))
     return cast(Tensor, _Attention.apply(query, key, value, packed, scale))

@@ -115,8 +115,8 @@ def test_with_plain_functions_for_vllms_kernels_an_exact_trainer_is_the_usual_on
     """Each kernel is called for its own part of the model, on its own weights, rotary positions and log-softmax
     included; gradients come through all of them. The kernels' bits are for tests/gpu/test_exact.py."""
     path, batch = save_hf(tmp_path / "hf", kind), policy_batch(LENGTHS)
-    [usual] = ranks(1, case_exact, path, batch, False)
-    [exact] = ranks(1, case_exact, path, batch, True)
+    [usual] = ranks.run(case_exact, 1, path, batch, False)
+    [exact] = ranks.run(case_exact, 1, path, batch, True)
     assert {"_GatedMLP", "_Linear", "_Norm", "_Rotary"} <= {*exact[2]} and "RMSNorm" not in exact[2]
     torch.testing.assert_close(exact[0], usual[0], rtol=0, atol=2e-5)
     for name, gradient in usual[1].items():

@@ -23,10 +23,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
 MODELS = {
-    "qwen3, heads of 128": SHAPES["qwen3-0.6B"],
-    "qwen2, heads of 64 and biases": SHAPES["0.5B"],
-    "llama, heads of 64": SHAPES["0.5B"] | LLAMA,
-    "llama, heads of 128 and llama3's scaling": SHAPES["1.5B"] | LLAMA | {
+    "qwen3": SHAPES["qwen3-0.6B"],
+    "qwen2, with biases": SHAPES["1.5B"],
+    "llama, with llama3's scaling": SHAPES["1.5B"] | LLAMA | {
         "rope_parameters": {
             "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
             "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
@@ -66,7 +65,8 @@ def test_every_log_probability_is_vllms_as_it_sampled_and_as_a_prompt(model, tmp
     command = [sys.executable, "-m", "benchmarks.agreement", str(model), "--exact", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
-    found = {row["pair"]: row["max"] for row in map(json.loads, done.stdout.splitlines()) if "pair" in row}
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    found = {row["pair"]: row["max"] for row in map(json.loads, lines) if "pair" in row}
     assert found["trainer, exact, vLLM as it sampled"] == found["trainer, exact, vLLM as prompts"] == 0.0
     assert found["trainer, vLLM as it sampled"] > 1e-3
 

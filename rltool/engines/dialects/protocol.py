@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rltool.config.serve import Device, EngineLaunch
@@ -358,7 +359,7 @@ class Launches(Protocol):
         """Why it does not quantise the weights that it loads; None: it does."""
         return "that is implemented for vLLM"
 
-    def not_exact(self, device: Device) -> str | None:
+    def not_exact(self, device: Device, model: Path) -> str | None:
         """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""
         return "that is implemented for vLLM"
 

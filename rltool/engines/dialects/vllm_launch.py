@@ -176,8 +176,10 @@ class VllmLaunching(Launches):
     def no_fp8(self) -> str | None:
         return None
 
-    def not_exact(self, device: Device) -> str | None:
-        return "its batch-invariant kernels are for GPUs" if device == "cpu" else None
+    def not_exact(self, device: Device, model: Path) -> str | None:
+        if device == "cpu":
+            return "its batch-invariant kernels are for GPUs"
+        return None if exact_heads(model) else HEADS_ARE_NOT_EXACT
 
     def max_logprobs(self, flags: Sequence[str]) -> float:
         return max_logprobs(flags)
@@ -211,8 +213,8 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
     overrides = {} if launch.exact else head_dtype(launch)
-    if launch.exact:
-        flags += _exact_flags(launch)
+    if launch.exact:  # what torch.compile fuses rounds in other places; the head is exact in the model's dtype alone
+        flags += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL"})]
     if launch.quantization is not None:
         overrides["quantization_config"] = launch.quantization
         flags += ["--load-format", FP8_FORMAT]
@@ -226,22 +228,18 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
 
 
-def _exact_flags(launch: EngineLaunch) -> list[str]:
-    """Of an engine whose kernels the trainer runs too: what torch.compile fuses rounds in other places; and the head's
-    product is batch-invariant in the model's dtype alone."""
-    flags = ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL"})]
-    config = _config(launch)
+HEADS_ARE_NOT_EXACT = "vLLM's attention gives the same token other bits as a prompt and as it is sampled in heads of \
+another size than 128"
+"""FlashAttention 3 (hopper/tile_size.h) sums over the keys of heads of 128 in blocks of 128. For heads of 64 these are
+128 with a causal mask, and 160 in pages without one, as a single query is computed: 4.5e-4 (KL) apart on an H200."""
+
+
+def exact_heads(model: Path) -> bool:
+    """Whether this Hugging Face directory's heads are of 128."""
+    config = _config_of(model)
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None)
-    version = flash_attention_of(size) if isinstance(size, int) else None
-    return flags if version is None else [*flags, "--attention-config", json.dumps({"flash_attn_version": version})]
-
-
-def flash_attention_of(head_size: int) -> int | None:
-    """The version of FlashAttention that gives a token the same bits as a prompt and as it is sampled; None: vLLM's own
-    choice. FlashAttention 3 (hopper/tile_size.h) cuts keys by 128 with and without a causal mask for heads of 128; of
-    64 by 128 with one, by 192 without, which a single query has none of: on an H200 the two were 4.5e-4 (KL) apart."""
-    return None if head_size == 128 else 2
+    return size == 128
 
 
 def lora_rank(rank: int) -> int:
@@ -250,8 +248,12 @@ def lora_rank(rank: int) -> int:
 
 
 def _config(launch: EngineLaunch) -> Mapping[str, Any]:
+    return _config_of(launch.model)
+
+
+def _config_of(model: Path) -> Mapping[str, Any]:
     try:
-        return json_object(json.loads((launch.model / "config.json").read_text()))
+        return json_object(json.loads((model / "config.json").read_text()))
     except (OSError, ValueError):
         return {}  # vLLM itself reports what is wrong with the model directory
 

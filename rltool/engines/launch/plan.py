@@ -280,7 +280,7 @@ def _processes(
         )
     if model.quantization is not None and (why := launches(group.engine).no_fp8()) is not None:
         raise UsageError(f"group {group.name!r}: {dialect(group.engine).label} was to serve FP8 (quantization): {why}")
-    if model.exact and (why := launches(group.engine).not_exact(device)) is not None:
+    if model.exact and (why := launches(group.engine).not_exact(device, model.path)) is not None:
         raise UsageError(
             f"group {group.name!r}: {dialect(group.engine).label} was to compute exactly (algorithm.exact): {why}"
         )

@@ -8,6 +8,7 @@ import pytest
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialects.vllm import MAX_N_PER_REQUEST, VllmDialect
+from rltool.engines.dialects.vllm_launch import VllmLaunching
 from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -345,17 +346,26 @@ def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized
 
 
 def test_an_exact_engine_runs_batch_invariant_kernels_and_no_others(tmp_path):
-    """Its head stays in the model's dtype, nothing is fused, and FlashAttention 3 serves heads of 128 alone."""
-    for name, config in {"128": {"head_dim": 128}, "64": {"hidden_size": 896, "num_attention_heads": 14}}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-    exact = launch(exact=True, device="cuda", gpus=(0,), model=tmp_path / "128")
+    """Its head stays in the model's dtype, and nothing is fused."""
+    exact = launch(exact=True, device="cuda", gpus=(0,))
     argv = DIALECT.argv(exact)
     assert DIALECT.environment(exact)["VLLM_BATCH_INVARIANT"] == "1"
     assert json.loads(flag(argv, "--compilation-config")) == {"mode": 0, "cudagraph_mode": "FULL"}
-    assert "head_dtype" not in " ".join(argv) and "--attention-config" not in argv
-    small = DIALECT.argv(exact.model_copy(update={"model": tmp_path / "64"}))
-    assert json.loads(flag(small, "--attention-config")) == {"flash_attn_version": 2}
+    assert "head_dtype" not in " ".join(argv)
     usual = exact.model_copy(update={"exact": False})
     assert "VLLM_BATCH_INVARIANT" not in DIALECT.environment(usual)
     assert "--compilation-config" not in DIALECT.argv(usual) and "head_dtype" in " ".join(DIALECT.argv(usual))
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        ({"head_dim": 128}, "cuda", None), ({"hidden_size": 1536, "num_attention_heads": 12}, "cuda", None),
+        ({"head_dim": 128}, "cpu", "are for GPUs"), ({"head_dim": 64}, "cuda", "another size than 128"),
+        ({"hidden_size": 896, "num_attention_heads": 14}, "cuda", "another size than 128"),
+    ],
+)  # fmt: skip
+def test_it_is_exact_on_gpus_in_heads_of_128(tmp_path, config, device, why):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = VllmLaunching().not_exact(device, tmp_path)
+    assert found is None if why is None else why in (found or "")
