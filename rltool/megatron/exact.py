@@ -206,10 +206,11 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     def engine(x: Tensor, turn: Tensor) -> Tensor:
         from vllm import _custom_ops
 
-        out = x.squeeze(1).clone(memory_format=torch.contiguous_format)
+        out = x.clone(memory_format=torch.contiguous_format)
         rows = torch.arange(len(out), device=x.device)
-        _custom_ops.rotary_embedding(rows, out, None, out.size(-1), turn.flatten(1).to(x.dtype), True)
-        return out.unsqueeze(1)
+        # Rows of heads one behind the other: on a CPU the kernel turns a third dimension wrongly.
+        _custom_ops.rotary_embedding(rows, out.view(len(out), -1), None, x.size(-1), turn.flatten(1).to(x.dtype), True)
+        return out
 
     return cast(Tensor, _AsEngine.apply(engine, kernels.rotate, x, turn))
 
