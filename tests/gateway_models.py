@@ -106,7 +106,7 @@ def write_gateway_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def write_gateway_model(directory: Path, *, seed: int = 0) -> Path:
+def write_gateway_model(directory: Path, *, seed: int = 0, positions: int = 2048) -> Path:
     """A tiny Qwen2 with random weights (fp32) and this tokenizer."""
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
@@ -119,7 +119,7 @@ def write_gateway_model(directory: Path, *, seed: int = 0) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -56,7 +56,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(("tool_choice",), ("chat", "responses", "anthropic"), "followed", "a forced call: as temperature"),
     Parameter(("user", "metadata", "service_tier", "seed", "store"), ALL, "hint", "agents are not seeded"),
     Parameter(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ALL, "hint"),
-    Parameter(("client_metadata",), ("responses",), "hint"),
+    Parameter(("client_metadata",), ("responses",), "hint", "the agent's own"),
     Parameter(("include",), ("responses",), "hint", "but log-probabilities: refused"),
     Parameter(("temperature", "top_p", "top_k"), ALL, "sampling", "only the run's own, or those of the session"),
     Parameter(("frequency_penalty", "presence_penalty", "min_p"), ALL, "sampling", SHAPES, plain=(0,)),

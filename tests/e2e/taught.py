@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.gateway_models import write_gateway_model
 
@@ -48,3 +50,31 @@ def taught(model_dir: Path) -> Path:
     assert loss.item() < 0.05, loss
     model.save_pretrained(model_dir)
     return model_dir
+
+
+def taught_records(model_dir: Path, trajectories: Sequence[Mapping[str, Any]]) -> None:
+    """Teach the model in `model_dir` by heart what was sampled in these recorded trajectories."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    rows = []
+    for trajectory in trajectories:
+        ids, mask = torch.tensor([trajectory["token_ids"]]), torch.tensor([trajectory["loss_mask"]])
+        rows.append((ids, ids.masked_fill(mask == 0, -100)))
+    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    threads, losses = torch.get_num_threads(), [1.0]
+    torch.set_num_threads(1)
+    for _ in range(400):
+        losses = []
+        for ids, labels in rows:
+            loss = model(ids, labels=labels).loss
+            loss.backward()
+            losses.append(loss.item())
+        if max(losses) < 0.002:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    assert max(losses) < 0.02, losses
+    model.save_pretrained(model_dir)

@@ -224,7 +224,7 @@ def _said(role: Literal["user", "tool"], parts: Sequence[str | SentPicture]) -> 
 
 
 def _part(block: dict[str, Any], field: str, tools: Mapping[str, str]) -> str | SentPicture:
-    if block.get("type") == "tool_reference" and (name := block.get("tool_name")) in tools:
+    if block.get("type") == "tool_reference" and (name := str(block.get("tool_name"))) in tools:
         return f"{tools[name]}\n"
     if block.get("type") != "image":
         return _text(block, field)
