@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from rltool.chat.conversation import Conversation, Message, RawPrompt, Reply, SentPicture
@@ -36,7 +35,7 @@ class Asked:
     reasoning: bool = True
     stop: tuple[str, ...] = ()
     logprobs: bool = False
-    forms: Mapping[str, ToolForm] = MappingProxyType({})
+    forms: Mapping[str, ToolForm] | None = None
 
 
 @dataclass(frozen=True)

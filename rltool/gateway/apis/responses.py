@@ -150,7 +150,7 @@ def message_item(answer: Answer, text: str, before: Sequence[Mapping[str, Any]] 
 
 
 def call_item(answer: Answer, index: int, call: ToolCall) -> dict[str, Any]:
-    form = answer.asked.forms.get(call.name, ToolForm(call.name))
+    form = (answer.asked.forms or {}).get(call.name) or ToolForm(call.name)
     called: dict[str, Any] = {"call_id": call.id, "name": form.name, "status": "completed"}
     if form.namespace:
         called["namespace"] = form.namespace
