@@ -52,16 +52,21 @@ def taught(model_dir: Path) -> Path:
     return model_dir
 
 
-def taught_records(model_dir: Path, trajectories: Sequence[Mapping[str, Any]]) -> None:
-    """Teach the model in `model_dir` by heart what was sampled in these recorded trajectories."""
+def taught_records(model_dir: Path, records: Sequence[Mapping[str, Any]], *, context: int) -> None:
+    """Teach the model in `model_dir` by heart what was sampled in these sessions, each turn behind the last `context`
+    tokens before it, all that a model with a window sees."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     rows = []
-    for trajectory in trajectories:
-        ids, mask = torch.tensor([trajectory["token_ids"]]), torch.tensor([trajectory["loss_mask"]])
-        rows.append((ids, ids.masked_fill(mask == 0, -100)))
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for record in records:
+        for turn in record["turns"]:
+            start, end = turn["start"], turn["end"]
+            ids = torch.tensor([record["trajectories"][turn["trajectory"]]["token_ids"][max(0, start - context) : end]])
+            labels = ids.clone()
+            labels[:, : start - end] = -100
+            rows.append((ids, labels))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     threads, losses = torch.get_num_threads(), [1.0]
     torch.set_num_threads(1)

@@ -92,10 +92,10 @@ def two_turns(gateway: str, key: str):
 def largest_difference(model_dir: Path, trajectory) -> float:
     """Of a recorded log-probability and the model's own, in fp32."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     ids, mask = torch.tensor([trajectory["token_ids"]]), trajectory["loss_mask"]
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return max(abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss)
@@ -192,6 +192,8 @@ def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
 
 CONTEXT = 8192
 """Bytes of a program's prompt are tokens here."""
+WINDOW = 128
+"""Tokens that a layer of the model sees: two layers can be taught by the last turn's end."""
 API = {"claude": "anthropic", "codex": "responses", "opencode": "chat"}
 
 
@@ -217,17 +219,17 @@ def programs_root(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def played_model(tmp_path_factory, programs_root) -> Path:
     """A tiny model that has learnt by heart what a scripted one has said to the programs."""
-    model_dir = write_gateway_model(tmp_path_factory.mktemp("programs-model"), positions=CONTEXT)
+    model_dir = write_gateway_model(tmp_path_factory.mktemp("programs-model"), window=WINDOW)
     words = Words(gateway_tokenizer())
-    trajectories = []
+    records = []
     for name in npm_programs.PROGRAMS:
         with ScriptedVllm(vocab_size=words.size, default=words.spell("fine")) as engine:
             engine.max_model_len = CONTEXT
             engine.script.extend(map(words.spell, npm_programs.plain_replies(name)))
             record = played(name, model_dir, engine, programs_root / name, programs_root / f"{name}-scripted")
         assert record["made"]
-        trajectories += record["trajectories"]
-    taught_records(model_dir, trajectories)
+        records.append(record)
+    taught_records(model_dir, records, context=2 * WINDOW)
     return model_dir
 
 
