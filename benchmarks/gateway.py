@@ -2,6 +2,8 @@
 
     python -m benchmarks.gateway --sessions 1000 --turns 5 --seconds 5
 
+    python -m benchmarks.gateway --sessions 2000 --seconds 10 --processes 2
+
     python -m benchmarks.gateway --first-token RUN          with `rltool serve-engines` and `rltool gateway` of that run
 
 The same client first sends its prompts to the engines directly, then talks to the gateway; the difference of the two is
