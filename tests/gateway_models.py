@@ -106,32 +106,29 @@ def write_gateway_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def write_gateway_model(directory: Path, *, seed: int = 0, window: int | None = None) -> Path:
-    """A tiny Qwen2 with random weights (fp32) and this tokenizer; with a window, a Mistral whose layers see so far
-    back, for long prompts."""
+def write_gateway_model(directory: Path, *, seed: int = 0) -> Path:
+    """A tiny Qwen2 with random weights (fp32) and this tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig, Qwen2Config
+    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = gateway_tokenizer()
-    make, more = (Qwen2Config, {}) if window is None else (MistralConfig, {"sliding_window": window})
-    config = make(
+    config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048 if window is None else 16_384,
+        max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=0,
         dtype="float32",
-        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
