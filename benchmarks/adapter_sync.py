@@ -1,14 +1,21 @@
 """How long until an engine that serves on samples its first token with a new adapter.
 
     python -m benchmarks.adapter_sync --size 7B --transport ipc       trainer's tensors and vLLM on one GPU
+    python -m benchmarks.adapter_sync --size 7B --transport nccl      tensors on GPU 0, vLLM on GPU 1
     python -m benchmarks.adapter_sync --size tiny --rank 4 --cpu
 
 A vLLM with rltool's plugin and random weights in the shape of a real model is sent random adapters of all linear
-layers, through the classes with which the trainer does it, while --load requests run with the adapter before. One line
-of JSON a round: seconds to send (beside generation: until it is in its place in the worker), to publish, and from there
-to the first token of a request with the new name; beside it those of one with a name that is there already, and, out of
-the engine's log, the worker's parts of the sending. Nothing is paused. Every adapter must sample otherwise than the one
-before, the same tensors under another name the same, and no request in flight may end early.
+layers, through the classes with which the trainer does it, while --load requests run with the adapter before. It
+compiles as vLLM does by default; its own flags come behind --, such as -- --compilation-config '{"backend": "eager"}'
+(starts sooner) or -- --no-async-scheduling.
+
+One line of JSON a round, in seconds: send (beside generation: until it is in its place in the worker; worker_*: its
+parts, out of the engine's log), publish, first_token (of a request with the new name, as a client sees it). What the
+engine measures of this request itself: engine_first_token, from its arrival in the engine's server; queued in the
+engine and in prefill; http is the rest, of client, sockets and server. known_*: the same of requests with a name that
+is there already. decode_step: between two tokens of the requests in flight. Nothing is paused. Every adapter must
+sample otherwise than the one before, the same tensors under another name the same, and no request in flight may end
+early.
 """
 
 from __future__ import annotations
@@ -20,7 +27,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -46,16 +53,27 @@ from rltool.weights.send.sender import Rank, WeightSender
 PROMPT = tuple(1 + 37 * i % 500 for i in range(32))
 SHORT = SamplingParams(max_tokens=1, temperature=0.0)
 FINGERPRINT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+KNOWN = 5
+"""Requests of a round with a name that is there already."""
+OWN = {
+    "engine_first_token": "time_to_first_token", "queued": "request_queue_time", "prefill": "request_prefill_time"
+}  # fmt: skip
+"""Part of a first token -> vLLM's histogram of it."""
+STEPS = "inter_token_latency"
+SUM_OR_COUNT = re.compile(r"^vllm:(\w+_seconds_(?:sum|count))\{.*\} (\S+)$", re.MULTILINE)
 
 
 class RandomAdapter(Weights):
-    def __init__(self, model: Path, rank: int, device: torch.device) -> None:
-        self.plan = adapter_plan(family_for(read_hf_config(model)), LoraConfig(rank=rank), str(model))
-        generator = torch.Generator(device).manual_seed(1)
-        self._tensors = [
-            torch.randn(meta.shape, generator=generator, device=device) / meta.shape[-1] ** 0.5
-            for meta in self.plan.tensors
-        ]
+    def __init__(self, model: Path, lora: LoraConfig, device: torch.device) -> None:
+        self.plan = adapter_plan(family_for(read_hf_config(model)), lora, str(model))
+        self._tensors = [torch.empty(meta.shape, device=device) for meta in self.plan.tensors]
+        self.draw(1)
+
+    def draw(self, seed: int) -> None:
+        """Other values, in place."""
+        generator = torch.Generator(self._tensors[0].device).manual_seed(seed)
+        for tensor in self._tensors:
+            tensor.normal_(0, tensor.shape[-1] ** -0.5, generator=generator)
 
     def stream(self) -> Iterator[tuple[TensorMeta, Tensor]]:
         return zip(self.plan.tensors, self._tensors, strict=True)
@@ -81,27 +99,41 @@ class Rounds:
         long = SamplingParams(max_tokens=self.tokens, temperature=1.0, ignore_eos=True)
         flying = [asyncio.create_task(self.sample(before, long)) for _ in range(self.load if number else 0)]
         await asyncio.sleep(0.2 if flying else 0.0)
+        at_first = await self.engines_own()
         started = time.perf_counter()
         await self.send(name)
         sent = time.perf_counter()
-        body = {"name": name, "version": name}
-        await self.link.run([HttpRequest("POST", PUBLISH_PATH, body)])
+        await self.publish(name)
         published = time.perf_counter()
         await self.sample(name, SHORT)
         first = time.perf_counter()
         still = sum(not task.done() for task in flying)
-        known = []
-        for _ in range(5):
-            asked = time.perf_counter()
+        then = await self.engines_own()
+        known, at_last = list[dict[str, float]](), then
+        for _ in range(KNOWN):
+            before_it, asked = at_last, time.perf_counter()
             await self.sample(name, SHORT)
-            known.append(time.perf_counter() - asked)
+            seen, at_last = time.perf_counter() - asked, await self.engines_own()
+            known.append({"first_token": seen} | first_token_parts(seen, before_it, at_last))
         for task in flying:
             assert len((await task).token_ids) == self.tokens, "a request in flight ended early"
-        return {
+        row = {
             "send": sent - started, "publish": published - sent, "first_token": first - published,
-            "publish_to_first_token": first - sent, "token_of_a_known_name": statistics.median(known),
-            "in_flight_meanwhile": still,
-        }  # fmt: skip
+            "publish_to_first_token": first - sent,
+        } | first_token_parts(first - published, at_first, then)  # fmt: skip
+        row |= {f"known_{name}": seconds for name, seconds in medians(known).items()}
+        for during, step in (("sending", decode_step(at_first, then)), ("after", decode_step(then, at_last))):
+            if step is not None:
+                row[f"decode_step_{during}"] = step
+        return row | {"in_flight_meanwhile": still}
+
+    async def engines_own(self) -> dict[str, float]:
+        """Sums and counts of the histograms of vLLM's /metrics."""
+        text = await asyncio.to_thread(self.link.server.call, "GET", "/metrics")
+        return {name: float(value) for name, value in SUM_OR_COUNT.findall(text)}
+
+    async def publish(self, name: str) -> None:
+        await self.link.run([HttpRequest("POST", PUBLISH_PATH, {"name": name, "version": name})])
 
     async def send(self, version: str) -> None:
         link, [sender] = self.link, self.link.senders
@@ -119,8 +151,8 @@ class Rounds:
         report = await sending
         assert not report.failures, report.failures
 
-    async def sample(self, name: str, sampling: SamplingParams) -> Completion:
-        request = GenerateRequest(PROMPT, sampling, "0" * 32, adapter=name).again()
+    async def sample(self, name: str, sampling: SamplingParams, prompt: tuple[int, ...] = PROMPT) -> Completion:
+        request = GenerateRequest(prompt, sampling, "0" * 32, adapter=name).again()
         [completion] = await self.link.client.generate(self.endpoint, request, timeout=DEADLINE)
         return completion
 
@@ -128,9 +160,40 @@ class Rounds:
         await self.link.run([HttpRequest("POST", DROP_PATH, {"name": name})])
 
 
+def first_token_parts(seen: float, before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """Of one request's first token. seen: by the client; before, after: `engines_own`. A histogram that others came
+    into meanwhile says nothing of it."""
+    found = dict[str, float]()
+    for part, histogram in OWN.items():
+        seconds, count = _grown(histogram, before, after)
+        if count == 1:
+            found[part] = seconds
+    if "engine_first_token" in found:
+        found["http"] = seen - found["engine_first_token"]
+    return found
+
+
+def decode_step(before: Mapping[str, float], after: Mapping[str, float]) -> float | None:
+    seconds, count = _grown(STEPS, before, after)
+    return seconds / count if count else None
+
+
+def medians(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of what each row has."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[-1] if all(name in row for row in rows)}
+
+
+def _grown(histogram: str, before: Mapping[str, float], after: Mapping[str, float]) -> tuple[float, float]:
+    seconds, count = (
+        after.get(name, 0.0) - before.get(name, 0.0)
+        for name in (f"{histogram}_seconds_sum", f"{histogram}_seconds_count")
+    )
+    return seconds, count
+
+
 async def measure(args: argparse.Namespace, server: Server, model: Path, work: Path) -> int:
     device = torch.device("cpu" if args.cpu else "cuda:0")
-    weights = RandomAdapter(model, args.rank, device)
+    weights = RandomAdapter(model, LoraConfig(rank=args.rank), device)
     sender = WeightSender(
         WeightsConfig(bucket_bytes=64 << 20), weights.plan, device=device, deadline=DEADLINE, model_files=model,
         rank=Rank(gpu="" if args.cpu else gpu_uuid(device)),
@@ -154,7 +217,7 @@ async def measure(args: argparse.Namespace, server: Server, model: Path, work: P
     finally:
         sender.close()
     kept = rows[2:] or rows
-    show(median_of=len(kept), **{name: statistics.median(row[name] for row in kept) for name in rows[0]})
+    show(median_of=len(kept), **medians(kept))
     differ = all(one != other for one, other in itertools.pairwise(seen))
     same = all(one == other for one, other in zip(seen, seen[2:], strict=False))
     show(adapters_differ=differ, same_tensors_the_same=same, logprobs=str([round(value, 4) for value in seen[-1][:4]]))
@@ -180,18 +243,34 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=32, help="32 at most")
     parser.add_argument("--rounds", type=int, default=7, help="the first two are not in the median")
     parser.add_argument("--load", type=int, default=8, help="requests in flight over each sync")
-    parser.add_argument("--transport", choices=("gloo", "ipc"), default="gloo", help="ipc: on a GPU alone")
+    parser.add_argument(
+        "--transport", choices=("gloo", "ipc", "nccl"), default="gloo", help="ipc: on one GPU alone, nccl: on two"
+    )
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--gpu", default="0", help="CUDA_VISIBLE_DEVICES of the engine; the tensors are on cuda:0")
+    parser.add_argument(
+        "--engine-gpu", choices=[str(number) for number in range(8)],
+        help="CUDA_VISIBLE_DEVICES of the engine, with nccl 1 by default, else 0; the tensors are on GPU 0 (leave its "
+        "own CUDA_VISIBLE_DEVICES unset)",
+    )  # fmt: skip
     parser.add_argument("--gpu-share", default="0.6", help="vLLM's --gpu-memory-utilization")
     parser.add_argument("--ready-seconds", type=float, default=420.0)
+    parser.add_argument("flags", nargs="*", help="of vLLM, behind --")
     args = parser.parse_args()
+    gpu = None if args.cpu else args.engine_gpu or ("1" if args.transport == "nccl" else "0")
+    if args.transport != "gloo" and gpu is None:
+        parser.error(f"--transport {args.transport} needs a GPU: leave --cpu out, or use gloo")
+    if (args.transport, gpu) == ("nccl", "0"):
+        parser.error("the tensors are on GPU 0, and NCCL joins no two ranks on one GPU: --engine-gpu 1, or ipc")
+    if args.transport == "ipc" and gpu != "0":
+        parser.error("the tensors are on GPU 0, and CUDA IPC is for an engine on the same: --engine-gpu 0, or nccl")
     with TemporaryDirectory(prefix="adapter-sync-") as directory:
         work = Path(directory)
         dtype = torch.float32 if args.cpu else torch.bfloat16
         model = write_model(work / "model", args.size, dtype)
-        gpu, named = None if args.cpu else args.gpu, str(dtype).removeprefix("torch.")
-        with Server("adapters", model, work, python=sys.executable, gpu=gpu, dtype=named, share=args.gpu_share) as one:
+        named = str(dtype).removeprefix("torch.")
+        with Server(
+            "adapters", model, work, python=sys.executable, gpu=gpu, dtype=named, share=args.gpu_share, flags=args.flags
+        ) as one:
             started = time.perf_counter()
             one.wait_ready(args.ready_seconds)
             show(ready=time.perf_counter() - started)

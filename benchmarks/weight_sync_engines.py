@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -53,9 +54,11 @@ class Server:
     """One engine as a child process, in a session of its own; a context manager."""
 
     def __init__(
-        self, kind: str, model: Path, work: Path, *, python: str, gpu: str | None, dtype: str, share: str
-    ) -> None:
-        """gpu: its CUDA_VISIBLE_DEVICES; None: it runs on the CPU. share: of the GPU's memory, for vLLM."""
+        self, kind: str, model: Path, work: Path, *, python: str, gpu: str | None, dtype: str, share: str,
+        flags: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """gpu: its CUDA_VISIBLE_DEVICES; None: it runs on the CPU. share: of the GPU's memory, for vLLM. flags: more of
+        its own."""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -66,7 +69,7 @@ class Server:
             self.key_file.write_text(KEY)
         environment = os.environ | _environment(kind, work, gpu)
         self._process = subprocess.Popen(
-            [python, *argv, "--host", "127.0.0.1", "--port", str(port)],
+            [python, *argv, *flags, "--host", "127.0.0.1", "--port", str(port)],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -421,6 +421,9 @@ FULL = "test_all_weights_are_trained_and_sampled_by_version_over_a_kill_and_chec
 FINISHED = "test_a_finished_session_unloads_its_models_and_makes_nothing_more"
 EXPIRY = "test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays"
 IDLE = "test_an_idle_model_is_evicted_for_another_and_one_of_an_active_session_is_not"
+IDLE_SESSION = "test_a_session_that_is_left_without_a_model_ends_by_itself_and_others_do_not"
+LET_GO = "test_bytes_of_results_are_bounded_and_one_that_was_let_go_is_an_error_by_name_over_a_restart_too"
+DELETED = "test_a_deletion_that_is_repeated_after_its_model_or_session_left_is_as_the_first"
 CHECKPOINTS = "training_runs/{model}/checkpoints"
 
 SERVED: tuple[tuple[str, str, str], ...] = (
@@ -442,7 +445,8 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST save_weights", "with time to live", TRAINS),
     ("POST load_weights", "with or without the optimizer; also makes a model of a checkpoint; those of `train` as "
      "`tinker://shared/weights/NAME`", OWN_LOOP),
-    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`", TRAINS),
+    ("POST retrieve_future", f"long poll, over a kill: `{KILLED}`; of results more than `--max-queued-bytes` the "
+     f"oldest are let go, an error by name: `{LET_GO}`", TRAINS),
     ("POST save_weights_for_sampler", "by path, with time to live, or for one sampling client", SAMPLES),
     ("POST create_sampling_session", "of the base model or of saved weights", SAMPLES),
     ("GET samplers/{sampler}", "", SAMPLES),
@@ -451,13 +455,14 @@ SERVED: tuple[tuple[str, str, str], ...] = (
     ("POST cancel_future", "of samples", OVER_HTTP),
     ("GET sessions", "", FINISHED),
     ("GET sessions/{session}", "", FINISHED),
-    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410)", FINISHED),
+    ("POST sessions/{session}/finish", "its models are unloaded, then it is gone (410), as one without a model is a "
+     f"day after its last request: `{IDLE_SESSION}`", FINISHED),
     ("GET training_runs", "a client's models", TRAINS),
     ("GET training_runs/{model}", "", TRAINS),
     (f"GET {CHECKPOINTS}", "with named weights for sampling", TRAINS),
     ("GET checkpoints", "of all models", TRAINS),
     ("POST weights_info", "", TRAINS),
-    (f"DELETE {CHECKPOINTS}/{{kind}}/{{name}}", "", TRAINS),
+    (f"DELETE {CHECKPOINTS}/{{kind}}/{{name}}", f"again, too, when its model has left: `{DELETED}`", TRAINS),
     (f"PUT {CHECKPOINTS}/{{kind}}/{{name}}/ttl", f"over a restart: `{EXPIRY}`", TRAINS),
 )
 """Method and path behind /api/v1/, what is served of it, a test that calls it; that it does is checked where it runs
@@ -472,7 +477,8 @@ NOT_SERVED = (
     (f"DELETE {CHECKPOINTS}/{{checkpoint}}/publish", "as above"),
     (f"GET {CHECKPOINTS}/{{checkpoint}}/external_weights_urls", "as above; `convert-ckpt` exports"),
     ("POST save_weights_external", "as above"),
-    ("POST create_custom_loss", "code of clients is not run; `forward_backward_custom` runs it in the client"),
+    ("POST create_custom_loss", "code of clients is not run: as client/config says, a client runs its traced losses "
+     "itself, and gets by `forward_backward_custom` what it would get here"),
     ("POST join_sampling_session", "asked for as long as client/config offers it"),
     ("POST retrieve_futures", "as above: the client asks for each sample by itself"),
     ("POST sessions/search", "`GET sessions` lists them"),
@@ -488,8 +494,9 @@ client's package."""
 RECIPES = (
     ("sl_loop", "half of the answers it learns are right; checkpoints with time to live", "loss below 0.3 in 16 steps",
      "test_sl_loop_learns_answers_and_its_checkpoints_are_there"),
-    ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce` (alpha, of "
-     "what samplers record) and not `gspo`, for which it gives no thresholds", "reward 0.2 to 1 in 8 steps",
+    ("rl_loop", "from there; `loss_fn=importance_sampling` and `cispo`; not its default `stable_reinforce`, whose "
+     "formula is in neither client nor cookbook (alpha), and not `gspo`, for which it gives no thresholds and no "
+     "defaults are known", "reward 0.2 to 1 in 8 steps",
      "test_rl_loop_goes_on_from_there_and_its_reward_rises"),
     ("preference.dpo.train", "from there; `dataset=hhh`", "first loss log 2 to 1e-5, last below 0.5",
      "test_dpo_comes_to_prefer_what_was_chosen"),

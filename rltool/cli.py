@@ -101,6 +101,7 @@ EXIT_CODES: dict[str, str] = {
     "2": "wrong usage or configuration; nothing was started",
     "3": "only of an attempt, the child of `train --restarts`: another one would not help. The command itself"
     " ends with 1 then",
+    "4": "a host of ranks, or that of Ray's head, was lost: go on with `train --resume` on those that are left",
     "130": "Ctrl-C",
     "128 + N": "ended by signal N before it could end in order: `debug rollout-only` after SIGTERM (143), `train "
     "--restarts` whose last attempt was killed (137 by SIGKILL, often for memory)",

@@ -1,6 +1,7 @@
 """The errors that a user reads. Each states what was expected, what was found and what to do next.
 
-`exit_code` is what the command line ends with: 1 failure, 2 wrong usage or configuration (nothing was started).
+`exit_code` is what the command line ends with: 1 failure, 2 wrong usage or configuration (nothing was started), 4 a
+host that was lost.
 A room defines further subclasses next to the code that raises them; these are the ones that cross rooms.
 """
 
@@ -80,6 +81,12 @@ class RunFault(RltoolError):
 
 class PartLost(RunFault):
     """A rank, the rollout manager or Ray died or hangs, so no checkpoint can be written of this state any more."""
+
+
+class HostLost(PartLost):
+    """As its host, or Ray's head, has vanished or cannot be reached from here."""
+
+    exit_code = 4
 
 
 class SaveFailed(RltoolError):

@@ -57,23 +57,26 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
-def mean_of_sample(values: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+def mean_of_sample(values: Tensor, sample: Tensor, num_samples: int, marked: Tensor | None = None) -> Tensor:
     """[R] -> [R]: at each token the mean of `values` over its sample's loss tokens. sample: [R] int64 below
-    num_samples."""
-    total = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values)
-    count = torch.zeros_like(total).index_add(0, sample, torch.ones_like(values))
+    num_samples; marked: [R], 1 where a token counts, else 0; None: all do."""
+    counts = torch.ones_like(values) if marked is None else marked
+    total = torch.zeros(num_samples, dtype=values.dtype, device=values.device).index_add(0, sample, values * counts)
+    count = torch.zeros_like(total).index_add(0, sample, counts)
     return (total / count.clamp(min=1))[sample]
 
 
-def sequence_log_ratio(log_ratio: Tensor, sample: Tensor, num_samples: int) -> Tensor:
+def sequence_log_ratio(
+    log_ratio: Tensor, sample: Tensor, num_samples: int, marked: Tensor | None = None
+) -> Tensor:  # fmt: skip
     """GSPO's length-normalised sequence ratio, as a logarithm, at each token (Zheng et al. 2025): [R] -> [R].
 
-    The value is eq. 7's: log s_i = mean over the sample's loss tokens of (log p - log p_old). The gradient is that of
-    GSPO-token (eq. 14), s_it = sg[s_i] p / sg[p]: it goes to the token itself. Where a sample's tokens share one
-    advantage and one weight the sum of both is the same; where they do not, eq. 7 would give each the mean of all, and
-    a token that is masked the gradient of the others.
+    The value is eq. 7's: log s_i = mean over the sample's loss tokens of (log p - log p_old), those that are marked.
+    The gradient is that of GSPO-token (eq. 14), s_it = sg[s_i] p / sg[p]: it goes to the token itself. Where a sample's
+    tokens share one advantage and one weight the sum of both is the same; where they do not, eq. 7 would give each the
+    mean of all, and a token that is masked the gradient of the others.
     """
-    return mean_of_sample(log_ratio.detach(), sample, num_samples) + (log_ratio - log_ratio.detach())
+    return mean_of_sample(log_ratio.detach(), sample, num_samples, marked) + (log_ratio - log_ratio.detach())
 
 
 def ppo_loss(

@@ -2,7 +2,7 @@
 
 Inputs are those of the client's Datum.loss_fn_inputs beside the targets, settings those of its loss_fn_config. Formulas
 and defaults are those of the Tinker documentation (tinker-docs.thinkingmachines.ai, "Loss Functions"), with p the model
-in training, q the sampling policy and r = p / q; of gspo those of the paper.
+in training, q the sampling policy and r = p / q. Of gspo no defaults are known.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from rltool.algorithms.losses import bounded_ratio, cispo_loss, ppo_loss, sequence_log_ratio, sft_loss
@@ -19,16 +18,15 @@ from rltool.errors import UsageError
 
 @dataclass(frozen=True)
 class NamedLoss:
-    """inputs, optional: names of its inputs beside `weights`, which every loss may have, 1 where it is not given.
-    settings: with their defaults, None: there is none, and it must be given."""
+    """inputs: names of its inputs beside `weights`, which every loss may have, 1 where it is not given. settings: with
+    their defaults, None: there is none, and it must be given."""
 
     inputs: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
     settings: Mapping[str, float | None] | None = None
 
     @property
     def known_inputs(self) -> tuple[str, ...]:
-        return ("weights", *self.inputs, *self.optional)
+        return ("weights", *self.inputs)
 
 
 _POLICY = ("logprobs", "advantages")
@@ -40,9 +38,13 @@ LOSSES: dict[str, NamedLoss] = {
     "cispo": NamedLoss(_POLICY, settings={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     "dro": NamedLoss(_POLICY, settings={"beta": 0.05}),
     "gspo": NamedLoss(
-        _POLICY, ("sequence_ratio_mask",), {"clip_low_threshold": None, "clip_high_threshold": None}
+        (*_POLICY, "sequence_ratio_mask"), settings={"clip_low_threshold": None, "clip_high_threshold": None}
     ),
 }  # fmt: skip
+
+STABLE_REINFORCE = "is in alpha, and its formula is in neither client nor cookbook"
+NOT_HERE = {"stable_reinforce": STABLE_REINFORCE, "custom": "would be a client's code, which its client runs itself"}
+"""Of the client's list, and why."""
 
 FIELDS = {
     "weights": "loss_weights", "logprobs": "old_logprobs", "advantages": "advantages",
@@ -55,8 +57,9 @@ def check_loss(loss: str, given: Collection[str], settings: Mapping[str, object]
     """The settings, with defaults. given: names of the inputs that a datum has. UsageError by name for what is unknown,
     missing or no number."""
     if loss not in LOSSES:
-        raise UsageError(f"loss {loss!r} is not supported; choose {', '.join(LOSSES)}, or compute your own loss in the "
-                         "client from the log-probabilities (forward_backward_custom)")  # fmt: skip
+        why = f": it {NOT_HERE[loss]}" if loss in NOT_HERE else ""
+        raise UsageError(f"loss {loss!r} is not supported{why}; choose {', '.join(LOSSES)}, or compute your own loss "
+                         "in the client from the log-probabilities (forward_backward_custom)")  # fmt: skip
     named = LOSSES[loss]
     for name in named.inputs:
         if name not in given:
@@ -97,9 +100,9 @@ def named_token_losses(
     sample: [R] int64, the datum of each target, ascending; settings: of `check_loss`.
 
     cross_entropy: -w log p. importance_sampling: -w r A. ppo: -w min(r A, clip(r) A). cispo: -w sg(clip(r)) A log p.
-    dro: -w (A log p - beta / 2 (log p - log q)^2). gspo: -w min(s A, clip(s) A) with s the sequence's mean ratio in the
-    logarithm, its gradient as in GSPO-token (Zheng et al. 2025, eq. 14), over the tokens where sequence_ratio_mask is 1
-    (all without one); the others have no loss.
+    dro: -w (A log p - beta / 2 (log p - log q)^2). gspo: -w min(s A, clip(s) A) with log s the mean of log r over the
+    datum's tokens that sequence_ratio_mask marks (is not 0 at); every token carries s, with its own gradient, as in
+    GSPO-token (Zheng et al. 2025, eq. 14).
     """
     weights = inputs["weights"]
     if loss == "cross_entropy":
@@ -116,8 +119,5 @@ def named_token_losses(
     if loss == "dro":
         return -weights * (logprobs * advantages - 0.5 * settings["beta"] * log_ratio**2)
     assert loss == "gspo", "check_loss comes first"
-    mask = inputs.get("sequence_ratio_mask")
-    rows = torch.arange(len(logprobs), device=logprobs.device) if mask is None else mask.nonzero().squeeze(-1)
-    ratio = sequence_log_ratio(log_ratio[rows], sample[rows], num_samples)
-    losses = ppo_loss(ratio, advantages[rows], **clip).loss
-    return weights * torch.zeros_like(logprobs).index_copy(0, rows, losses)
+    marked = (inputs["sequence_ratio_mask"] != 0).to(log_ratio.dtype)
+    return weights * ppo_loss(sequence_log_ratio(log_ratio, sample, num_samples, marked), advantages, **clip).loss

@@ -14,6 +14,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import files_in
 from rltool.errors import UsageError
 from rltool.models.hub import with_local_models
+from rltool.processes.files import starting
 from rltool.processes.hosts import is_loopback
 from rltool.processes.run_directory import RunDirectory, open_run, plan_run
 from rltool.processes.stop_run import end_left_behind
@@ -61,7 +62,8 @@ def serve_trainer(
         int | None, typer.Option(help="Sampling requests of one client in flight (default: 4096).")
     ] = None,
     max_queued_bytes: Annotated[
-        int | None, typer.Option(help="Bytes of one client's calls and samples that have not ended (default: 1 GiB).")
+        int | None,
+        typer.Option(help="Bytes of one client's calls and samples that have not ended, or results (default: 1 GiB)."),
     ] = None,
     max_models: Annotated[int | None, typer.Option(help="Models of one client (default: 16).")] = None,
     session_timeout: Annotated[
@@ -112,9 +114,11 @@ def serve_trainer(
         check_engines(fleet, settings, serving, directory)
     path = named.model.path
     name = serving.served_name or str(path.absolute() if path.exists() else path)
-    directory = open_run(directory.name, create=True, root=directory.path.parent)
+    with starting("serve-trainer", directory.path):
+        directory = open_run(directory.name, create=True, root=directory.path.parent)
+        keys_directory = keys_of(serving, directory)
     file = directory.path / "serve-trainer.json"
-    parts = Parts(run=directory.path, config=file, served_name=name, keys=keys_of(serving, directory))
+    parts = Parts(run=directory.path, config=file, served_name=name, keys=keys_directory)
 
     def bring_up(group: ProcessGroup) -> None:
         url = start_server(settings, serving, parts, group, report=console.print)
@@ -128,10 +132,11 @@ def serve_trainer(
         console.print(f"detached; end it with: rltool stop --run {directory.name}" if detach else "Ctrl-C ends it")
 
     try:
-        code = run_command(
-            "serve-trainer-command", directory, bring_up, detach=detach, note=console.print,
-            orderly_seconds=ORDERLY_SECONDS,
-        )  # fmt: skip
+        with starting("serve-trainer", directory.path):
+            code = run_command(
+                "serve-trainer-command", directory, bring_up, detach=detach, note=console.print,
+                orderly_seconds=ORDERLY_SECONDS,
+            )  # fmt: skip
     finally:
         end_left_behind(directory)
     raise typer.Exit(code)

@@ -293,7 +293,7 @@ class WeightsConfig(Config):
     weights to the others, which true refuses."""
     sharded: bool = False
     """Each trainer rank sends what it holds of the model to the engines' workers that store it, in the place of rank 0,
-    which gathers and sends everything (transport auto or gloo, vLLM with rltool's plugin, docs/weights.md)."""
+    which gathers and sends everything (vLLM with rltool's plugin, docs/weights.md)."""
     store: str | None = None
     """For the delta transport, here or in weights.engines: an absolute directory, or s3://BUCKET/PREFIX, that the
     trainer writes and engines read. One run at a time."""
@@ -325,10 +325,10 @@ class WeightsConfig(Config):
             raise ValueError("sharded and advertise_host contradict each other: every rank listens, at its own address")
         for _, weights in self.variants():
             others = {"staged": weights.staged, "delta": weights.delta}
-            if weights.transport not in ("auto", "gloo"):
+            if weights.transport == "delta":
                 raise ValueError(
-                    f'sharded is not implemented for transport = "{weights.transport}": leave transport at "auto", '
-                    "which is gloo then, or leave sharded out"
+                    'sharded is not implemented for transport = "delta": leave transport at "auto", or leave sharded '
+                    "out"
                 )
             for name, value in others.items():
                 if value:
@@ -411,7 +411,8 @@ class DeadlinesConfig(Config):
     sync: float = Field(default=120.0, gt=0)
     """For each step of a weight sync; steps that engines and trainer share may take two or three times this. For one
     engine to join its transfer group, or to take one bucket of weights, a quarter of it; then it is out of this
-    sync."""
+    sync. One that fails after more than that is left out of syncs for ten times as long as it took, if others are
+    there."""
     step: float = Field(default=7200.0, gt=0)
     """For each large part of a training step: the next batch to be complete, an evaluation of all sets, one call to the
     trainer's ranks (log-probabilities, an optimizer step, a save)."""

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,23 @@ def full_disk(error: BaseException | None) -> str | None:
             return said
         error = error.__cause__ or error.__context__
     return None
+
+
+@contextmanager
+def starting(what: str, directory: Path) -> Iterator[None]:
+    """DiskFull, with the bytes that are free, for an OSError of the block that comes of a full disk. directory: which
+    it writes to; it may not be there yet."""
+    try:
+        yield
+    except OSError as error:
+        if (why := full_disk(error)) is None:
+            raise
+        there = next(each for each in (directory, *directory.absolute().parents) if each.exists())
+        space = shutil.disk_usage(there)
+        raise DiskFull(
+            f"{what} cannot start: {directory} cannot be written ({why}), {space.free} of the {space.total} bytes of "
+            "its disk are free; make room there, and start it again"
+        ) from error
 
 
 @contextmanager

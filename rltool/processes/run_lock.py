@@ -9,6 +9,7 @@ import shlex
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -77,7 +78,8 @@ class RunLock:
     def _sign(self, descriptor: int) -> None:
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "argv": self._argv}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        with suppress(OSError):  # a full disk; it is held without a name
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
 
     def _refusal(self) -> str:
         name = self._run.name

@@ -188,15 +188,20 @@ def run_in_foreground(
     under `role`, so status and stop see it; stop gives it orderly_seconds. 130 after Ctrl-C, 0 after SIGTERM or
     `rltool stop`; a process that dies raises ProcessFailed. log: where its output goes, if not to a terminal.
     """
+
+    def noting(line: str) -> None:
+        with suppress(OSError):  # a log on a full disk is no reason to leave the processes alone
+            note(line)
+
     refuse_living(run, role)
     with termination_interrupts() as ending:
         try:
             own = state_of_this_process(role, argv=sys.argv, log=log, orderly_seconds=orderly_seconds)
             write_state(run, own)
             try:
-                with ProcessGroup(run, note=note) as group:
+                with ProcessGroup(run, note=noting) as group:
                     bring_up(group)
-                    supervise(group.processes, checks=group.checks, restarts=group.restarts, note=note)
+                    supervise(group.processes, checks=group.checks, restarts=group.restarts, note=noting)
                     return 0
             finally:
                 remove_state(run, own)

@@ -156,6 +156,9 @@ def start_router(
     if importlib.util.find_spec("sglang_router") is None:
         raise UsageError("the router needs sglang-router, which is not installed here: pip install 'rltool[router]'")
     disaggregated = any(engine.role == "prefill" for engine in model.engines)
+    if (given := config.key_file) is not None:
+        keyed = [e if e.key_file else e.model_copy(update={"key_file": given.absolute()}) for e in model.engines]
+        model = model.model_copy(update={"engines": tuple(keyed)})
     engines = _probed(model.engines, config.ready_timeout, report)
     key_file = router_key_file(config, engines, group.run)
     with reserved_ports(1, host=config.host, first=config.port) as main:

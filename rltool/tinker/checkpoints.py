@@ -8,7 +8,8 @@ from typing import Any
 
 from rltool.errors import UsageError
 from rltool.tinker.paths import SAMPLERS, STATES, parse_path
-from rltool.tinker.service import Saved, Service
+from rltool.tinker.saved import Saved
+from rltool.tinker.service import Service
 
 Body = dict[str, Any]
 

@@ -22,6 +22,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.disaggregation import samples_alone
 from rltool.engines.types import EngineInfo
 from rltool.errors import EngineError, RltoolError, UsageError
+from rltool.processes.files import starting
 from rltool.processes.keys import read_key
 from rltool.processes.marks import marking
 from rltool.processes.run_directory import RunDirectory
@@ -31,10 +32,11 @@ from rltool.processes.stop_run import end_left_behind
 from rltool.terminal import write_line
 from rltool.tinker.full_weights import full_samplers
 from rltool.tinker.launch import ROLE, Parts, adapter_problem, probed
+from rltool.tinker.limits import Limits
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import Absent, adapter_samplers
 from rltool.tinker.server import TinkerServer, read_keys, serve
-from rltool.tinker.service import Limits, Service
+from rltool.tinker.service import Service
 from rltool.training.checks.preflight import EnginesAway, ProbedFleet
 from rltool.training.cluster.resources import plan_resources
 from rltool.training.prepare import trainer_device
@@ -53,11 +55,16 @@ AWAY_SECONDS = 1.0
 """Between two looks for engines that do not answer."""
 
 
+def _log(line: str) -> None:
+    with suppress(OSError):  # the log's disk is full
+        write_line(line)
+
+
 def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) -> None:
     """Until SIGTERM; raises what ended the trainer."""
     run = RunDirectory(parts.run)
     state = read_state(run, ROLE) or state_of_this_process(ROLE, argv=sys.argv)
-    with StopSignal(write_line).installed() as stop, RunLock(run) as lock:
+    with StopSignal(_log).installed() as stop, RunLock(run) as lock:
         stop.consequence = "the trainer ends; what was acknowledged is on the disk"
         lock.take()
         device = trainer_device(config)
@@ -67,14 +74,9 @@ def run_trainer(config: TrainConfig, serving: ServeTrainerConfig, parts: Parts) 
         resources = plan_resources(config, run, device, generates=False, engines=others)
         logs = state.log.parent if state.log is not None else None
         with marking(run, state):
-            end_left_behind(run, report=write_line)
+            end_left_behind(run, report=_log)
             with served_trainer(config, logs, gpus=resources.gpus, while_waiting=stop.raise_if_requested) as session:
                 asyncio.run(_serve(session, config, serving, parts, engines))
-
-
-def _log(line: str) -> None:
-    with suppress(OSError):  # the log's disk is full, too
-        write_line(line)
 
 
 def _engines(
@@ -90,7 +92,7 @@ def _engines(
             if time.monotonic() > ends:
                 raise
             if not said:
-                write_line(f"waiting until {'one of the' if goes_on else 'all'} engines serve: {error}")
+                _log(f"waiting until {'one of the' if goes_on else 'all'} engines serve: {error}")
             said = True
         stop.raise_if_requested()
         time.sleep(AWAY_SECONDS)
@@ -117,10 +119,11 @@ async def _serve(
         if fleet is not None and serving.lora_rank:
             base = await BaseCheck.of(trainer, config, client, fleet.infos.values(), vocab_size)
             await base.check(fleet)
-        service = await asyncio.to_thread(
-            Service, parts.run / SERVED, trainer, parts.served_name, limits=limits,
-            snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
-        )  # fmt: skip
+        with starting("the server", parts.run / SERVED):
+            service = await asyncio.to_thread(
+                Service, parts.run / SERVED, trainer, parts.served_name, limits=limits,
+                snapshot_every=serving.snapshot_every, shared=serving.checkpoints,
+            )  # fmt: skip
         samples = None
         if fleet is not None and base is not None:
             there = {endpoint: fleet.infos[endpoint.url] for endpoint in fleet.endpoints.engines}
@@ -144,7 +147,7 @@ async def _serve(
             stack.push_async_callback(samples.close)
         watched_by = run.name, read_key(run.ensure_key(), f"run {run.name}")
         server = TinkerServer(service, read_keys(parts.keys), samples=samples, watched_by=watched_by)
-        write_line(f"serving on {serving.host}:{serving.port}")
+        _log(f"serving on {serving.host}:{serving.port}")
         await serve(server, service, serving.host, serving.port)
 
 
@@ -187,7 +190,7 @@ class BaseCheck:
         scores = await self.client.score(endpoint, self.tokens, timeout=config.deadlines.sync)
         difference = float(np.abs(np.array(scores) - self.expected).mean())
         limit = check_tolerance(config.weights.verify_tolerance, config.model.dtype, info.dtype, info.device)
-        write_line(f"{endpoint.url}: log-probabilities of {size} tokens differ by {difference:.2e}, allowed {limit:g}")
+        _log(f"{endpoint.url}: log-probabilities of {size} tokens differ by {difference:.2e}, allowed {limit:g}")
         if difference <= limit:
             return None
         return (
@@ -236,7 +239,7 @@ def main() -> None:
     except (StopRequested, asyncio.CancelledError):
         pass
     except RltoolError as error:
-        write_line(f"error: {error}")
+        _log(f"error: {error}")
         sys.exit(error.exit_code)
 
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from rltool.errors import EngineRejected, RltoolError, UsageError
 from rltool.processes.tasks import Background
 from rltool.rollout.serving.fair_queue import FairQueue
+from rltool.tinker.limits import Limits, Queued, Refused
 from rltool.tinker.sampling import SampleRequest, parse_sample
-from rltool.tinker.service import Limits, Queued, Refused
 from rltool.tinker.wire import SampleOutput, encode_samples
 
 SAMPLE = "sample-"

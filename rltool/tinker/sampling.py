@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from rltool.algorithms.named_losses import STABLE_REINFORCE
 from rltool.engines.adapters import NamedAdapters, lacks_adapter
 from rltool.engines.client import HEALTH_SECONDS, EngineClient
 from rltool.engines.endpoints import EngineEndpoint
@@ -66,7 +67,8 @@ def parse_sample(body: Mapping[str, Any], *, vocab_size: int, max_model_len: int
     """Of the client's SampleRequest. UsageError by name for what is wrong or not supported."""
     for name in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info", "base_model", "model_path"):
         if body.get(name):
-            raise UsageError(f"{name} is not supported by this server")
+            why = f": the loss that it is for, stable_reinforce, {STABLE_REINFORCE}; choose another loss_fn"
+            raise UsageError(f"{name} is not supported by this server{why if name == 'record_stability_info' else ''}")
     prompt = _tokens(body.get("prompt"), vocab_size)
     given = _object(body.get("sampling_params"), "sampling_params")
     unknown = set(given) - {"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"}

@@ -4,8 +4,7 @@ Each model's calls run in the order in which they were accepted; between clients
 state is that of the last snapshot and of the calls after it, carried out again in the order in which they were before:
 a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
 snapshot (`Service._compact`). A model whose session is idle (`Limits.session_timeout`) is evicted where another needs
-its place. A finished session, and a model that is unloaded and has no checkpoint, leave all tables; their names are
-refused for ever (410): a session's has check digits, a model's is kept as long as its session.
+its place.
 """
 
 from __future__ import annotations
@@ -15,44 +14,46 @@ import hashlib
 import json
 import logging
 import math
-import os
 import secrets
 import shutil
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rltool.engines.run_client import CallCounts
 from rltool.errors import DiskFull, RltoolError, RunFault, UsageError
-from rltool.processes.files import full_disk, saving, write_json_atomic
+from rltool.processes.files import saving, write_json_atomic
 from rltool.processes.tasks import Background, beside
+from rltool.tinker.books import BOOKKEEPING, LEFT, SAVES, Books, check_digits, makes_a_model
 from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
-from rltool.tinker.journal import Call, History, Journal
+from rltool.tinker.journal import Call, History
+from rltool.tinker.limits import (
+    NO_SEQ,
+    KeptResults,
+    Limits,
+    Queued,
+    Refused,
+    demand_rank,
+    follow,
+    integer,
+    no_room,
+    size_of,
+    ttl,
+)
 from rltool.tinker.paths import SAMPLERS, SHARED, STATES, CheckpointPath, checkpoint_name, parse_path, unnamed
 from rltool.training.served import ServedTrainer
-
-_BOOKKEEPING = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
-"""Calls that the trainer has no part in: they are done when they are accepted."""
 
 _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 """Calls after which the ranks' weights may be others."""
 
-_GONE = "gone"
-"""In the body of a call whose model has left the tables, and whose result is kept yet; it has nothing else."""
-
-_NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model")
+_NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model", "finish_session")
 """Calls that are no activity of a session: the server's own, or those of any process with the client's key."""
 
 T = TypeVar("T")
-
-_OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
-"""Calls that only the trainer's state knows of: a snapshot has what they did."""
-
-_SAVES = ("save_weights", "save_weights_for_sampler")
 
 FULL_SECONDS = 1.0
 """Between two attempts to write a result that the disk did not take."""
@@ -60,121 +61,17 @@ FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
 """Times Limits.in_flight: of each client the newest calls, whose results are kept until they are fetched."""
-NO_SEQ = 2**63
-_REMOVED = ".removed-"
-"""Begins names of directories that are being removed."""
-KEPT_SAMPLERS = 1024
-"""Of each client, the newest sampling sessions."""
-GONE = "these weights are gone: of saves without a name the newest are kept; save again"
-
+_IDLE = "idle"
+"""In the body of the call that finished a session which was left without a model."""
+IDLE_CHECK_SECONDS = 60.0
+"""How often such sessions are looked for."""
 STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
 """How often it is checked whether this process stalled, and the length that is a stall: it saw no client meanwhile."""
-
-TTL_SECONDS = (3600, 315_360_000)
-"""What a checkpoint's time to live may be: an hour to ten years, as the client says."""
-
 
 logger = logging.getLogger(__name__)
 
 
-class Refused(Exception):
-    """A call that is not accepted. status: of HTTP."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Of each client. in_flight: calls without a result; samples: sampling requests in flight; queued_bytes: of both;
-    models; checkpoints: kept; body_bytes: of a request; rank: of an adapter, 0: all weights are trained, None: either,
-    of any rank. session_timeout: seconds without a request or heartbeat after which a session is idle: its models are
-    evicted where others need their place."""
-
-    in_flight: int = 256
-    samples: int = 4096
-    queued_bytes: int = 2**30
-    models: int = 16
-    checkpoints: int = 100
-    body_bytes: int = 64 * 2**20
-    rank: int | None = None
-    session_timeout: float = 600.0
-
-
-class Queued:
-    """Bytes of the calls and sampling requests that have not ended, by client; `most` of one. Owned by one event
-    loop."""
-
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self.calls: Counter[str] = Counter()
-        self.samples: Counter[str] = Counter()
-
-    def demand(self, client: str, size: int) -> None:
-        """Refused: 413 of what alone is too much, 429 of what will have room when others have ended."""
-        calls, samples, limit = self.calls[client], self.samples[client], f"{self._most} bytes (--max-queued-bytes)"
-        if size > self._most:
-            raise Refused(413, f"the request has {size} bytes, and a client may have {limit} in all; send less at once")
-        if calls + samples + size > self._most:
-            raise Refused(
-                429, f"the request has {size} bytes, {calls} bytes of calls and {samples} of samples have not ended, "
-                f"and a client may have {limit} in all; wait for results"
-            )  # fmt: skip
-
-    def by_client(self) -> dict[str, int]:
-        return dict(+(self.calls + self.samples))
-
-
-@dataclass
-class _Saves:
-    """Checkpoints of one kind. names: with the deleted ones. ttl: seconds that a save asked for, of weights without a
-    name too; expires: set later, seconds of the clock, None for never."""
-
-    names: set[str] = field(default_factory=set)
-    deleted: set[str] = field(default_factory=set)
-    ttl: dict[str, float] = field(default_factory=dict)
-    expires: dict[str, float | None] = field(default_factory=dict)
-
-
-@dataclass
-class _Model:
-    """lora: the client's lora_config. saves: by kind, STATES and SAMPLERS. inflight: calls that published weights for
-    all of its sampling clients of this kind, and the names of these. refused: by the trainer, when it was to be made;
-    it is neither listed nor counted. unloaded: its trainer has forgotten it, and its checkpoints stay; evicted: for
-    another, as its session was idle. last: the number of its last call."""
-
-    client: str
-    lora: dict[str, Any] | None
-    saves: dict[str, _Saves] = field(default_factory=lambda: {STATES: _Saves(), SAMPLERS: _Saves()})
-    inflight: list[tuple[int, str]] = field(default_factory=list)
-    refused: bool = False
-    unloaded: bool = False
-    evicted: bool = False
-    last: int = -1
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint. time, expires: seconds of the clock, expires None for never; size: in bytes."""
-
-    path: CheckpointPath
-    time: float
-    size: int
-    expires: float | None
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampling client's session. model: whose weights, "": the base model's; name: of the saved weights, None: of
-    those that were saved last for all (inflight)."""
-
-    client: str
-    model: str = ""
-    name: str | None = None
-
-
-class Service:
+class Service(Books):
     """trainer: driven from one thread at a time. snapshot_every: so many calls, at most, are carried out again after a
     restart. shared: a directory with checkpoints for all clients."""
 
@@ -182,44 +79,21 @@ class Service:
         self, directory: Path, trainer: ServedTrainer, base_model: str, *, limits: Limits, snapshot_every: int = 100,
         shared: Path | None = None,
     ) -> None:  # fmt: skip
-        self.base_model, self.limits = base_model, limits
+        super().__init__(directory, limits, shared)
+        self.base_model = base_model
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
-        self.queued = Queued(limits.queued_bytes)
-        self._journal = Journal(directory)
+        self.queued, self.kept = Queued(limits.queued_bytes), KeptResults(limits.queued_bytes)
         self.history = History(directory)
-        self._models: dict[str, _Model] = {}
-        self._sessions: dict[str, str] = {}
-        self._finished: set[str] = set()
-        self._gone = self._journal.gone
-        """Of sessions, by the numbers of their models that left: whether it was evicted."""
-        self._left: set[str] = set()
-        """Models and sessions that left the tables, and not the journal."""
-        self._samplers: dict[str, Sampler] = {}
-        self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
         """By client, who comes next first."""
         self._replay: deque[Call] = deque()
         """Done before this start, and not in the snapshot."""
-        self._done: dict[str, int] = {}
-        """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
-        self._entered = -1
-        """The last call that is in the books."""
         self._compacted: tuple[dict[int, tuple[Call, Call | None]], set[str]] = {}, set()
         """Calls that the journal has in another form since, None: no more; what has left it whole. The books are the
         event loop's to change."""
         self._fetched: dict[int, float] = {}
         """Number of a call -> when its result was given out first."""
-        self._shared, self._copying = shared, set[str]()
-        self._deletions: list[Call] = []
-        """Whose files may be there yet."""
-        self._sizes: dict[CheckpointPath, int] = {}
-        self._last_calls: dict[str, float] = {}
-        self._last_seen: dict[str, float] = {}
-        """Session -> when it last sent a request or a heartbeat."""
-        self._responsive_since = time.monotonic()
-        """Since this process stalled last."""
-        self._started = time.time()
         self.counts: dict[str, CallCounts] = {}
         """By kind, of the calls that this process has carried out."""
         self.running = ""
@@ -244,7 +118,7 @@ class Service:
 
     async def open_session(self, client: str) -> str:
         nonce = secrets.token_hex(8)
-        session = nonce + _check_digits(client, nonce)
+        session = nonce + check_digits(client, nonce)
         await self._accept(client, "session", session, session, {})
         self._touch(session)
         return session
@@ -267,76 +141,16 @@ class Service:
         """410 where it is finished: then the client stops its heartbeats."""
         self._touch(self._open_session(client, session))
 
-    def _touch(self, name: str) -> None:
-        """Activity of the session of a model or sampling session, or of one itself."""
-        if (session := name.partition(":")[0]) in self._sessions:
-            self._last_seen[session] = time.monotonic()
-
-    def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
-        """Its models and its sampling sessions."""
-        self.demand_session(client, session)
-        models = [name for name in self.models_of(client) if name.startswith(f"{session}:")]
-        return models, [name for name in self._samplers if name.startswith(f"{session}:")]
-
-    def sessions_of(self, client: str) -> list[str]:
-        """In the order in which they were opened."""
-        return [session for session, whose in self._sessions.items() if whose == client]
-
-    def demand_session(self, client: str, session: object) -> str:
-        """404; 410 for one that was this client's."""
-        if isinstance(session, str) and self._sessions.get(session) == client:
-            return session
-        if self._has_left(client, session):
-            raise Refused(410, _finished(session))
-        raise Refused(404, f"there is no session {session!r}")
-
-    def _has_left(self, client: str, session: object) -> bool:
-        """Whether it was a session of this client's, and is none any more."""
-        if not isinstance(session, str) or session in self._sessions or len(session) != 24:
-            return False
-        return session[16:] == _check_digits(client, session[:16])
-
-    def demand_model(self, client: str, model: object) -> str:
-        """Of another client's as of none: 404; 410 for one that has left."""
-        if isinstance(model, str) and model in self._models and self._models[model].client == client:
-            return model
-        self._refuse_gone(client, model)
-        raise Refused(404, f"there is no model {model!r}")
-
-    def _refuse_gone(self, client: str, model: object) -> None:
-        session, _, number = str(model).partition(":train:")
-        if self._has_left(client, session):
-            raise Refused(410, f"model {model!r} is unloaded: {_finished(session)}")
-        if self._sessions.get(session) == client and number in self._gone.get(session, ()):
-            raise Refused(410, self._unloaded(str(model), self._gone[session][number]))
-
-    def _unloaded(self, model: str, evicted: bool) -> str:
-        why = f" (evicted: its session was idle for {self.limits.session_timeout:g} s)" if evicted else ""
-        return f"model {model!r} is unloaded{why}; make another, of one of its checkpoints where it has any"
-
-    def lora_of(self, model: str) -> dict[str, Any] | None:
-        """None: all weights are trained."""
-        lora = self._models[model].lora
-        return None if trains_all(lora) else lora
-
     async def create_model(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
+        follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
         model = self._new_name(client, body)
         if body.get("base_model") != self.base_model:
             raise UsageError(f"base_model is {body.get('base_model')!r}; this server trains {self.base_model!r}")
-        adapter, most = adapter_spec(body.get("lora_config")), self.limits.rank
-        if most is not None and (rank := adapter.rank if adapter else 0) > most:
-            does = f"takes adapters up to rank {most}" if most else "trains all weights: ask for rank 0"
-            raise UsageError(f"lora_config.rank is {rank}; this server {does}")
-        if most and adapter is None:
-            raise UsageError(
-                f"lora_config.rank is 0; this server takes adapters up to rank {most}, and one that is started with "
-                "--lora-rank 0 trains all weights"
-            )
+        demand_rank(adapter_spec(body.get("lora_config")), self.limits.rank)
         return await self._make(client, "create_model", model, {"lora_config": body.get("lora_config")})
 
     async def on_model(self, client: str, kind: str, model: object, seq: object, body: dict[str, Any]) -> Call:
-        seq = _integer(seq, "seq_id", ": it makes a repetition known")
+        seq = integer(seq, "seq_id", ": it makes a repetition known")
         if (client, key := f"{model}:{seq}") not in self._by_key:  # a repetition is answered where the model left, too
             self.demand_model(client, model)
         return await self._accept(client, kind, str(model), key, body)
@@ -344,23 +158,23 @@ class Service:
     async def optim_step(self, client: str, body: dict[str, Any]) -> Call:
         if "optimizer_params" in body:
             raise UsageError(f"optimizer {body['optimizer_params'].get('type')!r} is not supported; adamw is")
-        _follow(body, {"model_id", "seq_id", "adam_params"})
+        follow(body, {"model_id", "seq_id", "adam_params"})
         adam_params(body.get("adam_params") or {})
         kept = {"adam_params": body.get("adam_params") or {}}
         return await self.on_model(client, "optim_step", body.get("model_id"), body.get("seq_id"), kept)
 
     async def save_weights(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
+        follow(body, {"model_id", "seq_id", "path", "ttl_seconds"})
         await self.expire()
         seq = body.get("seq_id")
         kept: dict[str, Any] = {"name": checkpoint_name(body.get("path") or f"step-{seq}")}
         if body.get("ttl_seconds") is not None:
-            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+            kept["ttl_seconds"] = ttl(body["ttl_seconds"])
         return await self.on_model(client, "save_weights", body.get("model_id"), seq, kept)
 
     async def save_weights_for_sampler(self, client: str, body: dict[str, Any]) -> Call:
         """Without a path: for the sampling client that the call makes."""
-        _follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
+        follow(body, {"model_id", "seq_id", "path", "sampling_session_seq_id", "kind", "ttl_seconds"})
         await self.expire()
         model, seq, kind = self.demand_model(client, body.get("model_id")), body.get("seq_id"), body.get("kind")
         if kind not in (None, "snapshot", "inflight"):
@@ -369,17 +183,17 @@ class Service:
             kept: dict[str, Any] = {"name": checkpoint_name(body["path"])}
         else:
             session = _sampling_session(model.rpartition(":train:")[0], body.get("sampling_session_seq_id"))
-            kept = {"name": unnamed(_integer(seq, "seq_id")), "sampling_session": session}
+            kept = {"name": unnamed(integer(seq, "seq_id")), "sampling_session": session}
             kept |= {"inflight": kind == "inflight"}
         if body.get("ttl_seconds") is not None:
-            kept["ttl_seconds"] = _ttl(body["ttl_seconds"])
+            kept["ttl_seconds"] = ttl(body["ttl_seconds"])
         if self.lora_of(model) is None:
             kept["full"] = True
         return await self.on_model(client, "save_weights_for_sampler", model, seq, kept)
 
     async def open_sampler(self, client: str, body: dict[str, Any]) -> str:
         """A session for sampling from saved weights, or from the base model."""
-        _follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
+        follow(body, {"session_id", "sampling_session_seq_id", "base_model", "model_path"})
         await self.expire()
         session = self._open_session(client, body.get("session_id"))
         name = _sampling_session(session, body.get("sampling_session_seq_id"))
@@ -393,52 +207,16 @@ class Service:
         await self._accept(client, "sampling_session", name, name, kept)
         return name
 
-    def demand_sampler(self, client: str, session: object) -> Sampler:
-        """Of another client's as of none: 404."""
-        found = self._samplers.get(session) if isinstance(session, str) else None
-        if found is None or found.client != client:
-            self._open_session(client, str(session).partition(":")[0])
-            raise Refused(404, f"there is no sampling session {session!r}")
-        self._touch(str(session))
-        return found
-
-    def path_of(self, sampler: Sampler) -> str | None:
-        """tinker:// path of weights that have a name; None: the base model, or weights of one sampling client."""
-        path = CheckpointPath(sampler.model, SAMPLERS, sampler.name or "")
-        return None if sampler.name is None or path.is_unnamed else str(path)
-
-    def weights_of(self, sampler: Sampler) -> Path | None:
-        """Where the adapter, or all weights, are that a request is sampled with now; None: the base model's."""
-        if not sampler.model:
-            return None
-        name = sampler.name
-        if name is None:
-            results = self._journal.results
-            done = self._done.get(sampler.model, -1)
-            inflight = self._models[sampler.model].inflight
-            saved = [each for number, each in inflight if number in results or number <= done]
-            name = saved[-1] if saved else ""
-        directory = self._directory_of(CheckpointPath(sampler.model, SAMPLERS, name))
-        if not name or name in self._models[sampler.model].saves[SAMPLERS].deleted or not directory.exists():
-            raise Refused(404, GONE)
-        return directory
-
-    def newest_weights(self) -> Path | None:
-        """Those for sampling that were saved last; None: there are none."""
-        there = (self._directory / "samplers").glob("*/*")
-        whole = [each for each in there if not each.name.endswith(".partial") and not each.name.startswith(_REMOVED)]
-        return max(whole, key=lambda each: each.stat().st_mtime, default=None)
-
     async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
         """The trainer forgets it; its checkpoints and its weights for sampling stay."""
-        _follow(body, {"model_id"})
+        follow(body, {"model_id"})
         model, key = body.get("model_id"), f"unload:{body.get('model_id')}"
         if (client, key) not in self._by_key:
             self.demand_model(client, model)
         return await self._accept(client, "unload_model", str(model), key, {})
 
     async def load_weights(self, client: str, body: dict[str, Any]) -> Call:
-        _follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
+        follow(body, {"model_id", "seq_id", "session_id", "model_seq_id", "base_model", "path", "optimizer"})
         await self.expire()
         path = parse_path(body.get("path"), STATES)
         if path.model == SHARED:
@@ -456,113 +234,32 @@ class Service:
     async def _make(self, client: str, kind: str, model: str, body: dict[str, Any]) -> Call:
         return await self._accept(client, kind, model, f"create:{model}", body)
 
-    def _to_evict(self, client: str) -> list[str]:
-        """Idle models, those that were seen last last: of all clients where one model alone can be, else as many as
-        this client has too many."""
-        full = self.limits.rank == 0
-        held = [
-            name for name, each in self._models.items()
-            if not each.refused and not each.unloaded and (full or each.client == client)
-        ]  # fmt: skip
-        idle = sorted(filter(self._is_idle, held), key=self._seen)
-        needed = len(idle) if full else len(held) + 1 - self.limits.models
-        return idle[:needed] if 0 < needed <= len(idle) else []
-
-    def _seen(self, name: str) -> float:
-        return max(self._last_seen.get(name.partition(":")[0], 0.0), self._responsive_since)
-
-    def _is_idle(self, name: str) -> bool:
-        """Nothing of its session for so long, and no call that is not done."""
-        is_done = self._models[name].last <= self._done.get(name, -1)
-        return is_done and time.monotonic() - self._seen(name) > self.limits.session_timeout
-
     async def _load_shared(self, client: str, path: CheckpointPath, body: dict[str, Any]) -> Call:
         """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
-        model, seq = self.demand_model(client, body.get("model_id")), _integer(body.get("seq_id"), "seq_id")
+        model, seq = self.demand_model(client, body.get("model_id")), integer(body.get("seq_id"), "seq_id")
         copy = hashlib.sha256(f"{model}:{seq}".encode()).hexdigest()[:16]
         kept = {"path": body["path"], "optimizer": bool(body.get("optimizer")), "create": False, "copy": copy}
         if (client, f"{model}:{seq}") in self._by_key:  # a repetition: its copy may have gone with a snapshot
             return await self.on_model(client, "load_weights", model, seq, kept)
-        self._copying.add(copy)
-        try:
-            await asyncio.to_thread(self._copy_shared, path, self._directory_of(replace(path, name=copy)))
+        async with self.checkpoints.copied(path, copy):
             return await self.on_model(client, "load_weights", model, seq, kept)
-        finally:
-            self._copying.discard(copy)
-
-    def _copy_shared(self, path: CheckpointPath, copy: Path) -> None:
-        source = None if self._shared is None else self._shared / path.name
-        if copy.exists():
-            return
-        if source is None or not source.is_dir():
-            where = "--checkpoints was not given" if self._shared is None else f"{self._shared} has none"
-            raise Refused(404, f"there is no checkpoint {str(path)!r}: {where}")
-        partial = copy.with_name(f".{copy.name}-{secrets.token_hex(4)}")
-        try:
-            partial.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            shutil.copytree(source, partial)
-            partial.rename(copy)
-        except OSError as error:
-            shutil.rmtree(partial, ignore_errors=True)
-            if full := full_disk(error):
-                raise self._no_room(full) from error
-            raise Refused(409, f"{source} could not be copied, so nothing was loaded: {error}") from error
-
-    def _remove_copies(self) -> None:
-        """Those that no call needs which the snapshot does not have."""
-        needed = {
-            call.body["copy"] for call in tuple(self._journal.calls.values())
-            if "copy" in call.body and not self._is_done(call)
-        }  # fmt: skip
-        for copy in (self._directory / "checkpoints" / SHARED).glob("*"):
-            if copy.name not in needed | self._copying and not copy.name.startswith("."):
-                shutil.rmtree(copy)
 
     # -- checkpoints
-
-    def models_of(self, client: str) -> list[str]:
-        """In the order in which they were made."""
-        return [name for name, each in self._models.items() if each.client == client and not each.refused]
-
-    def last_call(self, model: str) -> float:
-        """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
-        return self._last_calls.get(model, self._started)
-
-    def demand_checkpoint(self, client: str, path: CheckpointPath) -> None:
-        """404 for one that is deleted, not saved yet, or another client's."""
-        saves = self._models[self.demand_model(client, path.model)].saves[path.kind]
-        if path.name not in saves.names or path.name in saves.deleted or not self._directory_of(path).exists():
-            if path.kind == SAMPLERS:
-                raise Refused(404, f"there are no weights {str(path)!r}, or their save has not ended")
-            raise Refused(404, f"there is no checkpoint {str(path)!r}, or its save has not ended")
-
-    def saved(self, model: str) -> list[Saved]:
-        """A model's checkpoints and its named weights for sampling, oldest first."""
-        found: list[Saved] = []
-        for kind, saves in self._models[model].saves.items():
-            for name in saves.names - saves.deleted:
-                path = CheckpointPath(model, kind, name)
-                directory = self._directory_of(path)
-                if directory.exists():
-                    made = directory.stat().st_mtime
-                    if (size := self._sizes.get(path)) is None:  # a name is given once
-                        size = sum(each.stat().st_size for each in directory.rglob("*") if each.is_file())
-                        self._sizes[path] = size
-                    ttl = saves.ttl.get(name)
-                    expires = saves.expires.get(name, None if ttl is None else made + ttl)
-                    found.append(Saved(path, made, size, expires))
-        return sorted(found, key=lambda each: (each.time, each.path.kind, each.path.name))
 
     async def delete_checkpoint(self, client: str, path: CheckpointPath) -> None:
         """Not listed and not loaded from here on. Files of a state go with a snapshot after which no call needs them,
         weights for sampling at once. A repetition changes nothing; the name is not given again."""
-        if path.name not in self._models[self.demand_model(client, path.model)].saves[path.kind].deleted:
-            self.demand_checkpoint(client, path)
-            await self._delete(client, path)
+        try:
+            if path.name not in self._models[self.demand_model(client, path.model)].saves[path.kind].deleted:
+                self.demand_checkpoint(client, path)
+                await self._delete(client, path)
+        except Refused as refused:
+            if refused.status != 410:  # the model has left, as all of its checkpoints were deleted
+                raise
 
     async def set_ttl(self, client: str, path: CheckpointPath, seconds: object) -> None:
         """From now on; None: the checkpoint stays."""
-        expires = None if seconds is None else time.time() + _ttl(seconds)
+        expires = None if seconds is None else time.time() + ttl(seconds)
         await self.expire()
         self.demand_checkpoint(client, path)
         body = {"kind": path.kind, "name": path.name, "expires": expires}
@@ -572,55 +269,18 @@ class Service:
         """Deletes what is over its time. A call of the journal like any other, so that what was loaded before is loaded
         again after a kill; weights without a name just go."""
         for model, held in list(self._models.items()):
-            for name, seconds in list(held.saves[SAMPLERS].ttl.items()):
-                if (path := CheckpointPath(model, SAMPLERS, name)).is_unnamed:
-                    directory = self._directory_of(path)
-                    if directory.exists() and directory.stat().st_mtime + seconds <= time.time():
-                        await self._remove(directory)
-            if model in self._models and any(saves.ttl or saves.expires for saves in held.saves.values()):
-                for each in self.saved(model):
-                    if each.expires is not None and each.expires <= time.time():
-                        with suppress(Refused):  # it has gone, or will when there is room for the journal's line
-                            await self._delete(held.client, each.path)
+            await self.checkpoints.remove_unnamed(model, held.saves[SAMPLERS])
+            if model in self._models:
+                for path in self.checkpoints.expired(model, held.saves):
+                    with suppress(Refused):  # it has gone, or will when there is room for the journal's line
+                        await self._delete(held.client, path)
 
     async def _delete(self, client: str, path: CheckpointPath) -> None:
         body = {"kind": path.kind, "name": path.name}
         await self._accept(client, "delete_checkpoint", path.model, f"delete:{path}", body)
-        self._sizes.pop(path, None)
+        self.checkpoints.sizes.pop(path, None)
         if path.kind == SAMPLERS:
-            await self._remove(self._directory_of(path))
-
-    async def _remove(self, directory: Path) -> None:
-        """At once for requests; beside the event loop, for files of all weights take their time."""
-        gone = directory.with_name(f"{_REMOVED}{secrets.token_hex(4)}")
-        with suppress(OSError):  # it has gone already
-            os.rename(directory, gone)
-            await asyncio.to_thread(shutil.rmtree, gone, ignore_errors=True)
-
-    def _directory_of(self, path: CheckpointPath) -> Path:
-        return self._directory / ("checkpoints" if path.kind == STATES else "samplers") / path.model / path.name
-
-    def _remove_deleted(self) -> None:
-        """The files of deleted checkpoints, but those that a call uses which the snapshot does not have."""
-        for deletion in tuple(self._deletions):
-            before = [each for each in tuple(self._journal.calls.values()) if each.number < deletion.number]
-            after_snapshot = (call for call in before if not self._is_done(call))
-            path = CheckpointPath(deletion.model, deletion.body["kind"], deletion.body["name"])
-            if not any(_uses(call, path) for call in after_snapshot):
-                directory = self._directory_of(path)
-                if directory.exists():
-                    shutil.rmtree(directory, ignore_errors=path.kind == SAMPLERS)
-                self._deletions.remove(deletion)
-
-    def _new_name(self, client: str, body: dict[str, Any]) -> str:
-        seq = _integer(body.get("model_seq_id"), "model_seq_id")
-        return f"{self._open_session(client, body.get('session_id'))}:train:{seq}"
-
-    def _open_session(self, client: str, session: object) -> str:
-        found = self.demand_session(client, session)
-        if found in self._finished:
-            raise Refused(410, _finished(found))
-        return found
+            await self.checkpoints.remove(path)
 
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already. Idle models whose place a
@@ -643,9 +303,9 @@ class Service:
                 return known
             if _seq(model, key) <= self._journal.floors.get(model, -1):
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
-            evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
+            evicted = self._to_evict(client) if makes_a_model(kind, body) else []
             self._within_limits(client, kind, model, body, evicted)
-            self.queued.calls[client] += (size := _size(body))  # of a sample that comes meanwhile, too
+            self.queued.calls[client] += (size := size_of(body))  # of a sample that comes meanwhile, too
             try:
                 unloads = [
                     (self._models[name].client, "unload_model", name, f"unload:{name}", _digest("unload_model", {}),
@@ -665,34 +325,40 @@ class Service:
         try:
             await asyncio.to_thread(self._journal.accept, *calls)  # a disk, and a compaction, may take their time
         except OSError as error:
-            raise self._no_room(error.strerror) from error
+            raise no_room(self._directory, error.strerror) from error
         for call in calls:
             self._enter(call)
             if call.model in self._models:
                 self._last_calls[call.model] = time.time()
         return calls[-1]
 
-    def _no_room(self, why: str | None) -> Refused:
-        return Refused(503, f"the call was not accepted, for {self._directory} cannot be written: {why}; ask again")
+    def _enter(self, call: Call) -> bool:
+        is_to_do = super()._enter(call)
+        if is_to_do:
+            self._waiting.setdefault(_for(call), deque()).append(call)
+            self.queued.calls[_for(call)] += size_of(call.body)
+        return is_to_do
 
     def _within_limits(
         self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
     ) -> None:  # fmt: skip
-        # What was there when the call was checked may have left meanwhile.
-        if kind in ("sampling_session", "finish_session") or _makes_a_model(kind, body):
+        # What was there when the call was checked may have left meanwhile, or have come.
+        if kind == "finish_session" and body.get(_IDLE) and not self._is_left_idle(model):
+            raise Refused(409, f"session {model} is in use")
+        if kind in ("sampling_session", "finish_session") or makes_a_model(kind, body):
             self._open_session(client, model.partition(":")[0])
             self._refuse_gone(client, model)
         elif kind != "session":
             self.demand_model(client, model)
         if kind == "sampling_session" and body["model"]:
             self.demand_checkpoint(client, CheckpointPath(body["model"], SAMPLERS, body["name"]))
-        if kind in _BOOKKEEPING or kind == "unload_model":
+        if kind in BOOKKEEPING or kind == "unload_model":
             return
         if (held := self._models.get(model)) is not None and held.unloaded:
             raise Refused(410, self._unloaded(model, held.evicted))
         if len(self._waiting.get(client, ())) >= self.limits.in_flight:
             raise Refused(429, f"{self.limits.in_flight} calls wait already, the most that a client may have")
-        self.queued.demand(client, _size(body))
+        self.queued.demand(client, size_of(body))
         # Not earlier: a repeated call may be of a checkpoint that is deleted by now.
         if kind == "load_weights" and "copy" not in body:
             self.demand_checkpoint(client, parse_path(body["path"], STATES))
@@ -704,107 +370,16 @@ class Service:
             path = CheckpointPath(model, STATES if kind == "save_weights" else SAMPLERS, body["name"])
             if path.name in self._models[model].saves[path.kind].names:
                 raise UsageError(f"{path} is there already; a name is given once")
-            kept = (len(saves.names - saves.deleted) for each in own for saves in each.saves.values())
-            if sum(kept) >= self.limits.checkpoints:
+            if sum(len(saves.kept) for each in own for saves in each.saves.values()) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
-    def _enter(self, call: Call) -> None:
-        """An accepted call into the books."""
-        self._by_key[call.client, call.key] = call
-        self._entered = call.number
-        if _GONE in call.body:
-            return
-        if call.kind == "session":
-            self._sessions[call.model] = call.client
-            return
-        if call.kind == "finish_session":
-            self._finished.add(call.model)
-            for sampler in [name for name in self._samplers if name.startswith(f"{call.model}:")]:
-                del self._samplers[sampler]
-            return
-        if call.kind == "sampling_session":
-            self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
-            return
-        if call.kind == "delete_checkpoint":
-            self._models[call.model].saves[call.body["kind"]].deleted.add(call.body["name"])
-            self._deletions.append(call)
-            return
-        if call.kind == "checkpoint_ttl":
-            self._models[call.model].saves[call.body["kind"]].expires[call.body["name"]] = call.body["expires"]
-            return
-        if call.kind in ("create_model", "load_weights") and call.model not in self._models:
-            refused = "error" in self._journal.results.get(call.number, {})
-            self._models[call.model] = _Model(call.client, call.body["lora_config"], refused=refused)
-        model = self._models[call.model]
-        model.last = call.number
-        if call.kind in ("save_weights", "save_weights_for_sampler"):
-            self._enter_save(call)
-        if call.kind == "unload_model":
-            model.unloaded, model.evicted = True, "evicted_for" in call.body
-        if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
-            self._waiting.setdefault(_for(call), deque()).append(call)
-            self.queued.calls[_for(call)] += _size(call.body)
-
-    def _leave(self) -> None:
-        """What is over leaves the tables. Not while a call is being accepted: it may be about that."""
-        for name, model in list(self._models.items()):
-            is_over = (model.unloaded or model.refused) and model.last <= self._done.get(name, -1)
-            if not is_over or any(saves.names - saves.deleted for saves in model.saves.values()):
-                continue
-            if not any(deletion.model == name for deletion in tuple(self._deletions)) and not any(
-                sampler.model == name for sampler in self._samplers.values()
-            ):  # fmt: skip
-                session, _, number = name.partition(":train:")
-                if session in self._sessions:
-                    self._gone.setdefault(session, {})[number] = model.evicted
-                del self._models[name]
-                self._last_calls.pop(name, None)
-                self._left.add(name)
-        for session in [*self._finished]:
-            own = [(name, each) for name, each in self._models.items() if name.startswith(f"{session}:")]
-            if all((each.unloaded or each.refused) and each.last <= self._done.get(name, -1) for name, each in own):
-                self._finished.discard(session)
-                for table in (self._sessions, self._last_seen, self._gone):
-                    table.pop(session, None)
-                self._left.add(session)
-
-    def _is_done(self, call: Call) -> bool:
-        """Whether the trainer's state has it."""
-        return _GONE in call.body or call.number <= self._done.get(call.model, -1)
-
-    def _enter_save(self, call: Call) -> None:
-        if "error" in self._journal.results.get(call.number, {}):
-            return
-        model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
-        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
-        if "ttl_seconds" in call.body:
-            saves.ttl[name] = call.body["ttl_seconds"]
-        if session is None:
-            saves.names.add(name)
-        elif call.body["inflight"]:
-            model.inflight.append((call.number, name))
-            self._samplers[session] = Sampler(call.client, call.model)
-        else:
-            self._samplers[session] = Sampler(call.client, call.model, name)
-
-    def _forget_save(self, call: Call) -> None:
-        """Of one that failed: its name can be given again."""
-        model, name = self._models.get(call.model), call.body["name"]
-        if model is None:
-            return
-        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
-        saves.names.discard(name)
-        saves.ttl.pop(name, None)
-        self._samplers.pop(call.body.get("sampling_session", ""), None)
-        with suppress(ValueError):
-            model.inflight.remove((call.number, name))
 
     # -- results
 
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
         call, results = self._journal.calls.get(number), self._journal.results
-        if call is None or call.client != client or call.kind in _BOOKKEEPING:
+        if call is None or call.client != client or call.kind in BOOKKEEPING:
             raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
         if self._is_done(call) and number not in results:
             raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
@@ -815,6 +390,7 @@ class Service:
         except TimeoutError:
             return None
         self._fetched.setdefault(number, time.monotonic())
+        self.kept.fetch(client, number)
         return results.get(number)  # None: it was fetched long ago, and went just now
 
     # -- carrying out
@@ -829,13 +405,22 @@ class Service:
             await self._run()
 
     async def _watch_for_stalls(self) -> None:
-        before = self._responsive_since = time.monotonic()
+        before = looked = self._responsive_since = time.monotonic()
         while True:
             await asyncio.sleep(STALL_CHECK_SECONDS)
             now = time.monotonic()
             if now - before > STALL_SECONDS:
                 self._responsive_since = now
             before = now
+            if now - looked > IDLE_CHECK_SECONDS:
+                looked = now
+                await self._finish_idle()
+
+    async def _finish_idle(self) -> None:
+        for session, client in list(self._sessions.items()):
+            if session not in self._finished and self._is_left_idle(session):
+                with suppress(Refused):  # it has come to life, or there is no room for the journal's line
+                    await self._accept(client, "finish_session", session, f"finish:{session}", {_IDLE: True})
 
     async def _run(self) -> None:
         job_is_next = True
@@ -870,12 +455,22 @@ class Service:
             while self._failed_saves:
                 self._forget_save(self._failed_saves.pop())
             if not is_replayed:
-                self.queued.calls[_for(call)] -= _size(call.body)
+                self.queued.calls[_for(call)] -= size_of(call.body)
+                self._count_result(call)
             self._follow_compaction()
             if not self._accepting.locked():  # else it does so itself
                 self._leave()
             async with self._changed:
                 self._changed.notify_all()
+
+    def _count_result(self, call: Call) -> None:
+        """Lets go what is too much. In memory, and with the next snapshot on the disk; until then a restart does."""
+        results = self._journal.results
+        if (own := results.get(call.number)) is None:  # it was fetched, and the snapshot after it took it out
+            return
+        for number in self.kept.add(call.client, call.number, size_of(own)):
+            if "proto" in (result := results.get(number, {})):  # the others are small
+                results[number] = self.kept.let_go(self._journal.calls[number].kind, size_of(result))
 
     def _next_call(self) -> Call:
         client = next(iter(self._waiting))
@@ -916,13 +511,8 @@ class Service:
         """By client, calls that the trainer has not begun."""
         return {client: len(queue) for client, queue in tuple(self._waiting.items())}
 
-    def models(self) -> dict[str, int]:
-        """By client."""
-        held = tuple(self._models.values())
-        return dict(Counter(each.client for each in held if not each.refused and not each.unloaded))
-
     def _carry_out(self, call: Call) -> None:
-        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+        if call.kind in SAVES and "error" in self._journal.results.get(call.number, {}):
             self._carried_out(call)  # before a restart, and the client knows that there is nothing
             return
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
@@ -940,7 +530,7 @@ class Service:
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
             counts["failed"] += 1
-            if _makes_a_model(call.kind, call.body):
+            if makes_a_model(call.kind, call.body):
                 self._models[call.model].refused = True
         except DiskFull as error:
             result = {"error": f"SaveFailed: {error}", "category": "server"}
@@ -968,7 +558,7 @@ class Service:
             self._unwritten = call, result, seconds
             return
         self._unwritten, self.stalled = None, ""
-        if call.kind in _SAVES and "error" in result:
+        if call.kind in SAVES and "error" in result:
             self._failed_saves.append(call)
         self.history.carried_out(call, result, seconds)
         self._carried_out(call)
@@ -1001,10 +591,15 @@ class Service:
         for other in snapshots.iterdir():
             if other.name != name:
                 shutil.rmtree(other)
-        self._remove_deleted()
-        self._remove_copies()
+        after = self._after_snapshot()
+        self.checkpoints.remove_deleted(after)
+        self.checkpoints.remove_copies(after)
         self._compact()
         self.history.compact()
+
+    def _after_snapshot(self) -> list[Call]:
+        """Calls that it does not have."""
+        return [call for call in tuple(self._journal.calls.values()) if not self._is_done(call)]
 
     def _compact(self) -> None:
         """Takes out of the journal what neither a restart from the last snapshot needs nor a client: data and results
@@ -1020,28 +615,27 @@ class Service:
             of = call.model.partition(":")[0] if call.kind == "sampling_session" else call.model
             if (of not in left) and (call.kind == "sampling_session" or call.body.get("sampling_session")):
                 seen[0][call.client] += 1
-            if not self._is_done(call) and call.kind not in _BOOKKEEPING:
+            if not self._is_done(call) and call.kind not in BOOKKEEPING:
                 continue
-            has_result = call.kind not in _BOOKKEEPING
+            has_result = call.kind not in BOOKKEEPING
             seen[1][call.client] += has_result
             fetched = self._fetched.get(call.number, math.inf)
             asked = has_result and now < fetched + FETCHED_SECONDS and seen[1][call.client] <= most
-            if of in left or _GONE in call.body:
+            if of in left or LEFT in call.body:
                 if not asked or call.number not in self._journal.results:
                     changed[call.number] = None
-                elif _GONE not in call.body:
-                    changed[call.number] = replace(call, body={_GONE: True})
+                elif LEFT not in call.body:
+                    changed[call.number] = replace(call, body={LEFT: True})
             elif not asked and not self._in_books(call, seen[0][call.client]):
                 changed[call.number] = None
                 if (seq := _seq(call.model, call.key)) < NO_SEQ:
                     floors[call.model] = max(seq, floors.get(call.model, -1))
-            elif not asked and not _makes_a_model(call.kind, call.body):
+            elif not asked and not makes_a_model(call.kind, call.body):
                 results.append(call.number)
             elif "proto" in call.body:
                 changed[call.number] = replace(call, body={})
         for name in left:
-            for kind in ("checkpoints", "samplers"):
-                shutil.rmtree(self._directory / kind / name, ignore_errors=True)
+            self.checkpoints.forget(name)
         self._journal.compact(changed, results, floors, gone, left)
         self._compacted = {number: (calls[number], call) for number, call in changed.items()}, left
 
@@ -1058,35 +652,10 @@ class Service:
         self._compacted = {}, set()
         for number in [each for each in self._fetched if each not in self._journal.results]:
             del self._fetched[number]
-
-    def _in_books(self, call: Call, samplers: int) -> bool:
-        """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
-        the newest to this."""
-        if call.kind == "checkpoint_ttl":
-            if (model := self._models.get(call.model)) is None:  # it leaves just now
-                return True
-            saves, name = model.saves[call.body["kind"]], call.body["name"]
-            return name not in saves.deleted and saves.expires.get(name) == call.body["expires"]
-        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
-            return False
-        if call.kind == "sampling_session" or call.body.get("sampling_session"):
-            return samplers <= KEPT_SAMPLERS
-        return call.kind not in _OF_THE_TRAINER or _makes_a_model(call.kind, call.body)
-
-    def _forget(self, call: Call) -> None:
-        self._by_key.pop((call.client, call.key), None)
-        if call.kind == "sampling_session":
-            self._samplers.pop(call.model, None)
-        if session := call.body.get("sampling_session"):
-            self._samplers.pop(session, None)
-            with suppress(ValueError, KeyError):
-                self._models[call.model].inflight.remove((call.number, call.body["name"]))
+        self.kept.forget(but=self._journal.results)
 
     def _recover(self) -> None:
-        for begun in (self._directory / "checkpoints" / SHARED).glob(".*"):
-            shutil.rmtree(begun)
-        for removed in (self._directory / "samplers").glob(f"*/{_REMOVED}*"):
-            shutil.rmtree(removed, ignore_errors=True)
+        self.checkpoints.remove_begun()
         pointer = self._directory / "snapshot.json"
         if pointer.exists():
             held = json.loads(pointer.read_text(encoding="utf-8"))
@@ -1098,7 +667,9 @@ class Service:
         # Results stand in the order in which the calls were carried out.
         done_before = (calls[number] for number in self._journal.results)
         self._replay.extend(call for call in done_before if not self._is_done(call))
-        self._remove_deleted()
+        self.checkpoints.remove_deleted(self._after_snapshot())
+        for number in self._journal.results:
+            self._count_result(calls[number])
         self._leave()
         rank = self.limits.rank
         for name, model in self._models.items():
@@ -1114,41 +685,8 @@ class Service:
         self.history.close()
 
 
-def _check_digits(client: str, nonce: str) -> str:
-    """End of the name of a session: by it a name is known as given to this client, where nothing else knows it."""
-    return hashlib.sha256(f"{client}:{nonce}".encode()).hexdigest()[:8]
-
-
-def _finished(session: object) -> str:
-    return f"session {session} is finished; open another"
-
-
 def _digest(kind: str, content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
-
-
-def _follow(body: dict[str, Any], known: set[str]) -> None:
-    """UsageError for a setting that would have no effect. Empty ones, and what people attach to a call, are none."""
-    attached = {"type", "user_metadata"}
-    odd = {key for key, value in body.items() if value not in (None, False, "", {}) and key not in known | attached}
-    if body.get("optimizer_config") in (None, {"type": "adamw"}):
-        odd.discard("optimizer_config")
-    if odd:
-        raise UsageError(f"{', '.join(sorted(odd))} is not supported by this server")
-
-
-def _ttl(seconds: object) -> int:
-    low, high = TTL_SECONDS
-    if isinstance(seconds, bool) or not isinstance(seconds, int) or not low <= seconds <= high:
-        raise UsageError(f"ttl_seconds is {seconds!r}, expected an integer from {low} to {high}")
-    return seconds
-
-
-def _size(body: Mapping[str, Any]) -> int:
-    """Of a call, in bytes as they were sent, or nearly."""
-    if (proto := body.get("proto")) is not None:
-        return len(proto) * 3 // 4 - proto[-2:].count("=")
-    return len(json.dumps(body, separators=(",", ":")))
 
 
 def _for(call: Call) -> str:
@@ -1161,24 +699,5 @@ def _seq(model: str, key: str) -> int:
     return int(key.removeprefix(f"{model}:")) if key.startswith(f"{model}:") else NO_SEQ
 
 
-def _makes_a_model(kind: str, body: Mapping[str, Any]) -> bool:
-    return kind == "create_model" or (kind == "load_weights" and body["create"])
-
-
-def _uses(call: Call, path: CheckpointPath) -> bool:
-    """Whether a call writes or reads a checkpoint."""
-    if call.kind == "load_weights":
-        return call.body["path"] == str(path)
-    saves = "save_weights" if path.kind == STATES else "save_weights_for_sampler"
-    return call.kind == saves and call.model == path.model and call.body["name"] == path.name
-
-
-def _integer(value: object, what: str, why: str = "") -> int:
-    """Bounded: names of files are made of it."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < NO_SEQ:
-        raise UsageError(f"{what} is {str(value)[:40]}, expected an integer from 0 to 2**63 - 1{why}")
-    return value
-
-
 def _sampling_session(session: str, seq: object) -> str:
-    return f"{session}:sample:{_integer(seq, 'sampling_session_seq_id')}"
+    return f"{session}:sample:{integer(seq, 'sampling_session_seq_id')}"

@@ -12,6 +12,7 @@ import numpy as np
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 
+from rltool.algorithms.named_losses import LOSSES
 from rltool.errors import UsageError
 from rltool.training.served import Datum, StepOutput, Values
 
@@ -95,7 +96,8 @@ def decode_forward(body: bytes) -> ForwardRequest:
     try:
         sent = _CLASSES["ForwardBackwardRequest"].FromString(body)
         data = tuple(_datum(each, i) for i, each in enumerate(sent.data))
-        settings = {each.key: _number(each) for each in sent.loss_fn_config_v2}
+        # Of a loss that is not supported they may be anything; it is refused by its name.
+        settings = {each.key: _number(each) for each in sent.loss_fn_config_v2 if sent.loss_fn in LOSSES}
     except (DecodeError, ValueError) as error:
         raise UsageError(f"the body is not a ForwardBackwardRequest of tinker 0.38: {error}") from error
     old = {each.key: each.value for each in sent.loss_fn_config}

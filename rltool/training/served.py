@@ -282,6 +282,8 @@ class RankedTrainer(ServedTrainer):
                     raise UsageError(f"datum {i}: {what} has shape {values.shape}, expected ({size},), as model_input")
                 if not np.isfinite(values).all():
                     raise UsageError(f"datum {i}: {what} is not finite everywhere")
+                if what == "sequence_ratio_mask" and not values.any():
+                    raise UsageError(f"datum {i}: {what} marks no token, so there is no ratio")
             for what, values in {"model_input": datum.tokens, "target_tokens": datum.targets}.items():
                 if values.min() < 0 or values.max() >= self._vocab_size:
                     raise UsageError(f"datum {i}: {what} has tokens outside of the vocabulary of {self._vocab_size}")
@@ -290,7 +292,7 @@ class RankedTrainer(ServedTrainer):
 
 def batch_of(data: Sequence[Datum]) -> TrainBatch:
     """The data as ranks compute them: one token more each, the last target, for a batch's values stand at the tokens
-    that they are about. Inputs that a datum lacks, and others have, are 1 (weights, sequence_ratio_mask)."""
+    that they are about. Weights that a datum lacks, and others have, are 1."""
 
     def joined(dtype: torch.dtype, rows: Sequence[Values]) -> Tensor:
         return torch.from_numpy(np.concatenate(rows)).to(dtype)

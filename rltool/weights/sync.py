@@ -138,7 +138,7 @@ class WeightSync:
             str(version), sum(map(bucket_bytes, self._buckets)), time.perf_counter() - started, phases,
             tuple(update.url for update in updated), failures, difference,
             max(update.paused_seconds for update in updates), sent.patch_bytes, sent.memory,
-            wake=max(update.wake_seconds for update in updates),
+            sent.sent_bytes, wake=max(update.wake_seconds for update in updates),
         )  # fmt: skip
 
     async def leave_engine(self, url: str) -> None:
@@ -192,7 +192,7 @@ class WeightSync:
                     await receiving
         for update in updates:
             if update.url in sent.failures:  # its own reason comes first
-                update.fail(sent.failures[update.url])
+                update.fail(sent.failures[update.url], own=True)
         return sent
 
     async def _verify(self, updates: Sequence[EngineUpdate]) -> float | None:

@@ -32,8 +32,8 @@ class SyncReport:
     updated: engines that hold the version now; failed: engine -> reason; difference: mean |log-probability difference|
     of the value check over the engines that were checked, None where none was; paused: seconds for which the engine
     that was paused longest stood still; patch_bytes, memory: see SendReport; of the trainer rank that held most.
-    wake: for which engines that were asleep took their memory back; offload: for which the ranks gave theirs away,
-    beside `seconds`.
+    sent_bytes: with weights.sharded, of each rank. wake: for which engines that were asleep took their memory back;
+    offload: for which the ranks gave theirs away, beside `seconds`.
     """
 
     version: str
@@ -46,6 +46,7 @@ class SyncReport:
     paused: float = 0.0
     patch_bytes: int | None = None
     memory: Memory = NONE
+    sent_bytes: tuple[int, ...] = ()
     wake: float = 0.0
     offload: float = 0.0
 
@@ -78,6 +79,8 @@ class SyncReport:
         values["weights/failed_engines"] = float(len(self.failed))
         if self.patch_bytes is not None:
             values["weights/patch_bytes"] = float(self.patch_bytes)
+        if self.sent_bytes:
+            values["weights/rank_bytes"] = float(max(self.sent_bytes))
         if self.difference is not None:
             values["weights/logprob_abs_diff_mean"] = self.difference
         return values | {f"weights/{phase}_seconds": seconds for phase, seconds in self.phases.items()}

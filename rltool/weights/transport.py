@@ -26,11 +26,12 @@ from rltool.weights.delta.encoder import DeltaEncoder
 from rltool.weights.memory import NONE, Memory
 
 Backend = Literal[
-    "ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "gloo-sharded", "adapters"
-]
+    "ipc", "gloo", "disk", "delta", "nccl", "vllm-nccl", "gloo-delta", "nccl-delta", "ipc-sharded", "nccl-sharded",
+    "gloo-sharded", "disk-sharded", "adapters",
+]  # fmt: skip
 """vllm-nccl: vLLM's own nccl backend, of a stock server; nccl: of rltool's plugin, and of SGLang. gloo-delta,
-nccl-delta: what changed alone, over these (weights.delta). gloo-sharded: from each rank what it holds
-(weights.sharded). adapters: a directory of peft's format, which the engine loads under a name."""
+nccl-delta: what changed alone, over these (weights.delta). -sharded: from each rank what it holds (weights.sharded).
+adapters: a directory of peft's format, which the engine loads under a name."""
 
 
 class TransportError(EngineError):
@@ -281,7 +282,10 @@ TRANSPORTS: dict[tuple[str, Backend], str] = {
     ("sglang", "nccl"): "rltool.weights.transports.nccl_sglang:SGLANG",
     ("vllm", "gloo-delta"): "rltool.weights.transports.delta_group:GLOO",
     ("vllm", "nccl-delta"): "rltool.weights.transports.delta_group:NCCL",
-    ("vllm", "gloo-sharded"): "rltool.weights.transports.sharded:VLLM",
+    ("vllm", "ipc-sharded"): "rltool.weights.transports.sharded:IPC",
+    ("vllm", "nccl-sharded"): "rltool.weights.transports.sharded:NCCL",
+    ("vllm", "gloo-sharded"): "rltool.weights.transports.sharded:GLOO",
+    ("vllm", "disk-sharded"): "rltool.weights.transports.sharded_disk:VLLM",
 }
 """(dialect, backend) -> the import path of its Transport: imported when an engine needs it."""
 
@@ -305,12 +309,18 @@ DELTA_CANDIDATES: dict[str, tuple[Backend, ...]] = {
 }
 """The same with weights.delta."""
 
-SHARDED_CANDIDATES: tuple[Backend, ...] = ("gloo-sharded",)
-"""The same with weights.sharded, of which the configuration admits auto and gloo."""
+SHARDED_CANDIDATES: dict[str, tuple[Backend, ...]] = {
+    "auto": ("ipc-sharded", "nccl-sharded", "gloo-sharded"),
+    "ipc": ("ipc-sharded",),
+    "nccl": ("nccl-sharded",),
+    "gloo": ("gloo-sharded",),
+    "disk": ("disk-sharded",),
+}
+"""The same with weights.sharded."""
 
 TAKES_ADAPTERS: tuple[Backend, ...] = ("ipc", "nccl", "gloo", "delta")
 """Over which rltool's plugin takes adapters: it generates until it has all of one, and after."""
-BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta")
+BETWEEN_GPUS: tuple[Backend, ...] = ("nccl", "vllm-nccl", "nccl-delta", "nccl-sharded")
 ON_ONE_GPU = "shares the trainer's GPU, and NCCL joins no two ranks on one GPU: leave weights.transport at \"auto\""
 ON_OTHER_GPUS = 'has GPUs of its own, and CUDA IPC is for engines.mode = "colocate": leave weights.transport at "auto"'
 NO_DELTA = (
@@ -352,11 +362,11 @@ def choose(info: EngineInfo, config: WeightsConfig, trainer_device: str, *, shar
     if config.lora_sync == "adapter":
         return _choose_for_adapters(info, config.transport, trainer_device, shares_gpus=shares_gpus)
     reasons = []
-    whole = () if config.delta is True else SHARDED_CANDIDATES if config.sharded else CANDIDATES[config.transport]
+    whole = () if config.delta is True else (SHARDED_CANDIDATES if config.sharded else CANDIDATES)[config.transport]
     for backend in (*(DELTA_CANDIDATES[config.transport] if config.delta else ()), *whole):
         if shares_gpus and backend in BETWEEN_GPUS:
             why = ON_ONE_GPU
-        elif backend == "ipc" and not shares_gpus:
+        elif backend in ("ipc", "ipc-sharded") and not shares_gpus:
             why = ON_OTHER_GPUS
         else:
             why = obstacle(info, backend, trainer_device)
@@ -415,7 +425,7 @@ def obstacle(info: EngineInfo, backend: Backend, trainer_device: str) -> str | N
     """Why weights cannot reach this engine over `backend`; None: they can."""
     if (info.dialect, backend) not in TRANSPORTS and backend in ("gloo-delta", "nccl-delta"):
         return NO_DELTA
-    if (info.dialect, backend) not in TRANSPORTS and backend in SHARDED_CANDIDATES:
+    if (info.dialect, backend) not in TRANSPORTS and backend.endswith("-sharded"):
         return NO_SHARDS
     if (info.dialect, backend) not in TRANSPORTS:
         return (

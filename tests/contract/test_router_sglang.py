@@ -329,9 +329,10 @@ def test_a_router_that_is_killed_and_started_again_at_its_address_gets_its_worke
 def test_many_requests_are_spread_over_the_workers(run, key, worker, other):
     """With the default policy and token ids: it must not send everything to one worker."""
     worker.delay = other.delay = 0.2
+    by_address = EngineEndpoint(url=other.endpoint.url)  # its key is the router's (--key-file)
     with ProcessGroup(open_run("spread", create=True, root=run.path.parent)) as group:
         url = start_router(
-            RouterConfig(key_file=run.key_file), ModelEndpoints(engines=(worker.endpoint, other.endpoint)), group
+            RouterConfig(key_file=run.key_file), ModelEndpoints(engines=(worker.endpoint, by_address)), group
         )
         router = EngineEndpoint(url=url, dialect="sglang", key_file=run.key_file)
 

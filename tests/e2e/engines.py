@@ -120,6 +120,8 @@ def start_vllm(
     tp: int = 1,
     task: Task = "generate",
     quantization: dict[str, Any] | None = None,
+    lora_rank: int = 0,
+    lora_slots: int = 4,
 ) -> RunningEngine:
     """Launch one guarded vLLM on the CPU; returns at once. `wait_ready` waits for it. key: None for one of its own."""
     key_file = write_key(work_dir, key)
@@ -144,6 +146,8 @@ def start_vllm(
         extra_args=extra_args,
         task=task,
         quantization=quantization,
+        lora_rank=lora_rank,
+        lora_slots=lora_slots,
     )
     log = work_dir / "vllm.log"
     process = _spawn(launch, log, VllmDialect())

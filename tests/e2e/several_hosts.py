@@ -27,12 +27,14 @@ def rltool(*words: str) -> list[str]:
 
 @dataclass
 class Cluster:
-    """Ray nodes on `nodes`, the first of which is the head; `runs`: RLTOOL_RUNS of every command."""
+    """Ray nodes on `nodes`, the first of which is the head; `runs`: RLTOOL_RUNS of every command; more: of `ray start`
+    of the head."""
 
     hosts: Hosts
     nodes: Sequence[Host]
     runs: Path
     environment: dict[str, str] = field(default_factory=dict)
+    more: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         token = secrets.token_hex(32)
@@ -41,7 +43,7 @@ class Cluster:
             "RAY_worker_niceness": "0", "RLTOOL_RUNS": str(self.runs), "COLUMNS": "250", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         for node in self.nodes:
-            self.join(node)
+            self.join(node, *(self.more if node is self.nodes[0] else ()))
 
     @property
     def address(self) -> str:
@@ -56,6 +58,13 @@ class Cluster:
             f"--object-store-memory={MEMORY}", "--disable-usage-stats", *more,
         ]  # fmt: skip
         node.run(argv, env=self.environment)
+
+    def rejoin(self, node: Host) -> None:
+        """A node that was killed, or that Ray has given up."""
+        if not node.alive:
+            self.hosts.boot(node)
+        node.run([str(RAY), "stop", "--force"], env=self.environment)
+        self.join(node)
 
     def run(self, host: Host, *words: str, code: int = 0, timeout: float = 240.0) -> str:
         """`rltool WORDS` on a host, to its end."""
@@ -74,10 +83,11 @@ class RemoteEngine:
     out: Path
     at: str
     run: str
+    port: int = ENGINE_PORT
 
     @property
     def address(self) -> str:
-        return f"[{self.at}]:{ENGINE_PORT}" if ":" in self.at else f"{self.at}:{ENGINE_PORT}"
+        return f"[{self.at}]:{self.port}" if ":" in self.at else f"{self.at}:{self.port}"
 
     @property
     def key(self) -> str:
@@ -95,14 +105,25 @@ class RemoteEngine:
 
 def serve(
     host: Host, model: Path, out: Path, *more: str, at: str = "", run: str = "fleet",
-    environment: Mapping[str, str] | None = None,
+    environment: Mapping[str, str] | None = None, key: str | None = None,
+    port: int = ENGINE_PORT,
 ) -> RemoteEngine:  # fmt: skip
-    """Begin to serve, at one of the host's addresses, by default its first; `wait` waits."""
+    """Begin to serve, at one of the host's addresses, by default its first; `wait` waits. key: None for one of its
+    own."""
+    if key is not None:
+        write_key(host.outside(host.here / "runs" / run / "state"), key)
     at = at or host.address
-    words = ["serve-engines", str(model), "--device", "cpu", "--host", at, "--port", str(ENGINE_PORT)]
+    words = ["serve-engines", str(model), "--device", "cpu", "--host", at, "--port", str(port)]
     argv = rltool(*words, "--run", run, *more)
     own = {"COLUMNS": "250", "RLTOOL_RUNS": str(host.here / "runs"), **(environment or {})}
-    return RemoteEngine(host, host.start(argv, env=own, out=out), out, at, run)
+    return RemoteEngine(host, host.start(argv, env=own, out=out), out, at, run, port)
+
+
+def write_key(directory: Path, key: str) -> Path:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (directory / "key").touch(mode=0o600)
+    (directory / "key").write_text(key)
+    return directory / "key"
 
 
 def metrics(runs: Path, run: str) -> list[dict]:

@@ -29,8 +29,9 @@ from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed
+from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed, experts_output, place_for
 from rltool.engines.plugin.loading import WeightUpdateError
+from rltool.engines.plugin.patches import LORA_EXPERTS_VARIABLE, experts_with_adapters
 from rltool.engines.plugin.prefetch import NotFetched
 from rltool.engines.sync_client import probe
 from rltool.engines.transfer.wire import meta_of
@@ -41,9 +42,12 @@ from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_state
 from rltool.processes.stop_run import stop_run
 from rltool.weights.verify.implied_checksums import adapter_checksums
-from tests.e2e.engines import free_port, serving_sglang
+from tests.e2e.adapters import play
+from tests.e2e.engines import free_port, serving_sglang, serving_vllm
 from tests.e2e.job import DEADLINE, Job, write_job
+from tests.e2e.megatron_models import save_hf
 from tests.ranks import flat_bytes, plan_of
+from tests.tiny_models import write_tiny_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -152,6 +156,48 @@ def test_an_engine_that_joins_late_serves_with_the_present_adapter_and_is_what_t
         code = train.wait(DEADLINE)
     assert code == 0, job.output("late")[-3000:]
     assert max(record["weights/logprob_abs_diff_mean"] for record in job.steps("late")[:-1]) < 1e-5
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", pytest.param("glm4_moe", marks=pytest.mark.long)])
+def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+    """A model with experts, and a vLLM that takes adapters of them."""
+    root = tmp_path_factory.mktemp(request.param)
+    sizes = dict(hidden_size=128, num_attention_heads=4, max_position_embeddings=512)
+    model = save_hf(root / "model", request.param, tied=False, sizes=sizes)
+    write_tiny_tokenizer(model)
+    with serving_vllm(model, root, lora_rank=4, lora_slots=4) as engine:
+        yield model, engine.endpoint
+
+
+@pytest.mark.parametrize("transport", ["gloo", "adapters"])
+def test_experts_are_sampled_with_the_adapters_that_each_sequence_named_while_others_come(mixture, tmp_path, transport):
+    """By its log-probabilities, against transformers. Through the plugin, and from directories by vLLM's own route."""
+    model, engine = mixture
+    found = play(engine, model, LoraConfig(rank=4, alpha=4), tmp_path, transport=transport, load=2, tokens=64)
+    assert found.own < 1e-5 < 0.01 < found.others
+
+
+def test_a_run_trains_adapters_of_experts_and_its_engine_samples_with_those_bits(mixture, tmp_path):
+    model, engine = mixture
+    Endpoints(models={"policy": ModelEndpoints(engines=(engine,))}).save(tmp_path / "one.json")
+    job = write_job(tmp_path, model, f"@{tmp_path}/one.json")
+    train = job.start("train", "experts", sets=[*LORA, "steps=100000", "rollout.max_staleness=1", "eval.sets={}"])
+
+    def steps() -> list[dict]:
+        return job.steps("experts") if (job.runs / "experts" / "metrics.jsonl").exists() else []
+
+    try:
+        until(lambda: train.poll() is not None or len(steps()) >= 5, lambda: job.output("experts"))
+        said = job.say("debug", "weights", "--run", "experts")
+    finally:
+        train.send_signal(signal.SIGTERM)
+        code = train.wait(DEADLINE)
+    assert code == 0, job.output("experts")[-3000:]
+    [(equal, compared)] = re.findall(r"checksums: (\d+) of (\d+) parameters are bit-equal\n", said)
+    assert equal == compared and int(compared) > 2 * 4 * 3 * 4, "three products of each of four experts in each layer"
+    assert "cannot be compared" not in said, said
+    assert max(record["weights/logprob_abs_diff_mean"] for record in steps()[:-1]) < 1e-5
+    assert all(record["weights/paused_seconds"] == 0 for record in steps()[:-1])
 
 
 @pytest.mark.long
@@ -267,6 +313,14 @@ def test_a_name_has_values_of_its_own_in_the_prefix_cache_and_a_server_refuses_i
     asyncio.run(ask())
 
 
+def test_each_sequence_is_sampled_with_the_adapter_that_it_named_while_others_come(engines, tmp_path):
+    """By its log-probabilities, against transformers."""
+    job, served = engines
+    one, _ = Endpoints.load(served.endpoints_file).models["policy"].engines
+    found = play(one, job.model, LoraConfig(rank=4, alpha=4), tmp_path)
+    assert found.own < 1e-5 < 0.01 < found.others
+
+
 def worker(
     packed: dict[str, list[str]], modules: dict[str, tuple[int, ...]], sizes: int, dtype: torch.dtype = torch.float32
 ) -> Any:
@@ -361,6 +415,39 @@ def test_a_place_belongs_to_one_adapter_until_it_is_dropped_and_none_is_lost_in_
         late.register()
 
 
+def test_what_vllm_keeps_of_an_adapter_without_a_name_gives_its_place_where_none_is_free():
+    """One that it loaded from a directory stays in its place when its name is taken back."""
+    manager = worker({}, {f"{LAYER}self_attn.q_proj": (4,)}, 3)
+    adapters, sent = manager._adapter_manager, flat("0.self_attn.q_proj")
+
+    def loaded(lora_id: int) -> list[int | None]:
+        adapters._registered_adapters[lora_id] = build(manager, [sent], PEFT, lora_id)
+        adapters.activate_adapter(lora_id)
+        return adapters.lora_index_to_id
+
+    assert loaded(1) == [1, None]
+    drop_unnamed(manager, [])
+    assert loaded(2) == [1, 2], "there was a place beside it"
+    drop_unnamed(manager, [1, 2])
+    assert adapters.lora_index_to_id == [1, 2], "named, or requests run with it"
+    drop_unnamed(manager, [2])
+    assert adapters.lora_index_to_id == [None, 2] and list(adapters.list_adapters()) == [2]
+
+
+def test_names_that_are_published_or_that_requests_run_on_with_keep_their_places():
+    def request(lora_id: int | None) -> Any:
+        return SimpleNamespace(lora_request=None if lora_id is None else SimpleNamespace(lora_int_id=lora_id))
+
+    states = {"a": request(7), "b": request(None)}
+    models = SimpleNamespace(
+        lora_requests={"x": SimpleNamespace(lora_int_id=3)}, lora_id_counter=SimpleNamespace(inc=lambda _: 9)
+    )
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    state = SimpleNamespace(openai_serving_models=models, engine_client=engine)
+    assert place_for(state, {"version": "v"}) is None
+    assert place_for(state, {"version": "v", "peft": PEFT}) == {"peft": PEFT, "id": 9, "named": [3, 7]}
+
+
 def test_tensors_that_a_model_does_not_know_are_refused():
     """vLLM ignores them. Of a model with experts as well, and of a pipeline stage the layers of the others are let
     pass."""
@@ -383,6 +470,126 @@ def test_tensors_that_a_model_does_not_know_are_refused():
     build(manager, [flat("1.self_attn.q_proj")], PEFT)
     with pytest.raises(WeightUpdateError, match="no adapter for"):
         build(manager, [flat("1.mlp.unheard_of")], PEFT)
+
+
+def of_experts(slots: int, experts: int, hidden: int, inner: int) -> Any:
+    """vLLM's own layer of experts with adapters, without experts beneath."""
+    from vllm.config.lora import LoRAConfig
+    from vllm.lora.layers.fused_moe import FusedMoEWithLoRA
+
+    layer: Any = FusedMoEWithLoRA.__new__(FusedMoEWithLoRA)
+    torch.nn.Module.__init__(layer)
+    parallel = SimpleNamespace(use_ep=False, ep_rank=0)
+    layer.moe_config = SimpleNamespace(
+        num_local_experts=experts, num_experts=experts, hidden_dim=hidden, intermediate_size_per_partition=inner,
+        moe_parallel_config=parallel,
+    )  # fmt: skip
+    layer.tp_size, layer.tp_rank, layer._w13_slices, layer.device = 1, 0, 2, torch.device("cpu")
+    layer.create_lora_weights(slots, LoRAConfig(max_lora_rank=8, max_loras=slots, lora_dtype=torch.float32))
+    for stacked in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
+        for tensor in getattr(layer, f"{stacked}_stacked"):
+            tensor.fill_(1.0)  # as if another adapter had been there before
+    return layer
+
+
+def test_adapters_of_experts_are_put_in_their_places_scaled_once_and_one_changed_value_shows():
+    experts, hidden, inner = f"{LAYER}mlp.experts", 6, 5
+    names = [f"{experts}.{number}.{letter}_proj" for number in range(3) for letter in ("gate", "down", "up")]
+    manager = worker({experts: names}, {}, 3)
+    adapters = manager._adapter_manager
+    layer = adapters.modules[experts] = of_experts(2, 3, hidden, inner)
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+    for name in names:
+        inputs, outputs = (inner, hidden) if "down" in name else (hidden, inner)
+        for letter, shape in (("A", (2, inputs)), ("B", (outputs, 2))):
+            tensors[f"base_model.model.{name}.lora_{letter}.weight"] = torch.randn(shape, generator=generator)
+    bucket = tuple(meta_of(name, tensor) for name, tensor in tensors.items())
+    sent, peft = (bucket, flat_bytes(tensors, bucket)), PEFT | {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    for lora_id in (1, 2):
+        index = place(manager, [sent], peft, lora_id).index
+        assert layer.adapter_enabled[index] == 1
+        for number, name in enumerate(names):
+            expert, part = divmod(number, 3)
+            a, b = (tensors[f"base_model.model.{name}.lora_{letter}.weight"] for letter in "AB")
+            stacks = (layer.w2_lora_a_stacked[0], layer.w2_lora_b_stacked[0]) if part == 1 else (
+                layer.w13_lora_a_stacked[part // 2], layer.w13_lora_b_stacked[part // 2]
+            )  # fmt: skip
+            held_a, held_b = (stack[index, expert] for stack in stacks)
+            assert torch.equal(held_a[:2], a) and not held_a[2:].any()
+            assert torch.equal(held_b[:, :2], 4.0 * b) and not held_b[:, 2:].any(), "alpha / rank, once"
+    implied = adapter_checksums(replace(plan_of(tensors), peft=peft), tensors.items(), ParameterLayout("float32"))
+    for lora_id in (1, 2):
+        assert {name: (digest,) for name, digest in digests(manager, lora_id).items()} == implied
+    layer.w13_lora_b_stacked[1][index, 2, 3, 1] += 0.1
+    found = digests(manager, 2)
+    assert [name for name, digest in found.items() if implied[name] != (digest,)] == [f"{experts}.2.up_proj.lora_B"]
+    # A worker that has some of the experts says nothing of them.
+    adapters.packed_modules[experts] = names + [name.replace("experts.", "experts.1") for name in names]
+    assert digests(manager, 2) == {}
+
+
+def test_experts_with_adapters_on_a_cpu_are_plain_products_of_each_tokens_own_adapter():
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator)
+    layer, experts, hidden, inner, tokens = of_experts(2, 3, 6, 5), 3, 6, 5, 7
+    for stacked in ("w13_lora_a", "w13_lora_b", "w2_lora_a", "w2_lora_b"):
+        for tensor in getattr(layer, f"{stacked}_stacked"):
+            tensor.copy_(draw(tensor.shape))
+    places = torch.tensor([0, 1, -1, 1, 0, 0, -1])
+    layer.punica_wrapper = SimpleNamespace(token_lora_indices=places)
+    x, w13, w2 = draw(tokens, hidden), draw(experts, 2 * inner, hidden), draw(experts, hidden, inner)
+    chosen, shares = draw(tokens, experts).topk(2).indices, draw(tokens, 2).softmax(-1)
+
+    def activate(both: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.silu(both[:, :inner]) * both[:, inner:]
+
+    output = experts_output(layer, x, (w13, w2), (shares, chosen), activate)
+    for token, number in enumerate(places.tolist()):
+        expected = torch.zeros(hidden)
+        for share, expert in zip(shares[token], chosen[token].tolist(), strict=True):
+            weights = [w13[expert][:inner], w2[expert], w13[expert][inner:]]
+            if number >= 0:
+                at = (number, expert)
+                pairs = [(layer.w13_lora_a_stacked[i][at], layer.w13_lora_b_stacked[i][at]) for i in (0, 1)]
+                pairs.insert(1, (layer.w2_lora_a_stacked[0][at], layer.w2_lora_b_stacked[0][at]))
+                weights = [weight + b @ a for weight, (a, b) in zip(weights, pairs, strict=True)]
+            gate, down, up = weights
+            expected += share * (down @ (torch.nn.functional.silu(gate @ x[token]) * (up @ x[token])))
+        assert torch.allclose(output[token], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_models_without_adapters_keep_vllms_experts_and_those_with_biases_are_refused_beside_adapters(monkeypatch):
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    def able(cls, config, *_):
+        return cls._supports_grouped_gemm(config)
+
+    monkeypatch.setattr(CPUUnquantizedExperts, "is_supported_config", able)
+    monkeypatch.setattr(method, "select_unquantized_moe_backend", lambda config: ("vLLM's own", None))
+    experts_with_adapters({})
+    assert not hasattr(method.select_unquantized_moe_backend, "rltool")
+    for _ in range(2):
+        experts_with_adapters({LORA_EXPERTS_VARIABLE: "1"})
+
+    def chosen(**config):
+        return method.select_unquantized_moe_backend(SimpleNamespace(**config))[1]
+
+    assert chosen(is_lora_enabled=False) is None
+    assert chosen(is_lora_enabled=True, has_bias=False).supports_lora()
+    with pytest.raises(ValueError, match="its experts have biases; start the server without adapters"):
+        chosen(is_lora_enabled=True, has_bias=True)
+
+
+def test_a_worker_begins_with_experts_that_take_adapters_where_the_server_was_started_for_them():
+    code = """if True:
+        import rltool.engines.plugin.worker
+        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+        print(getattr(method.select_unquantized_moe_backend, "rltool", False))
+    """
+    for more, said in (({LORA_EXPERTS_VARIABLE: "1"}, "True"), ({}, "False")):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == [said], done.stderr
 
 
 def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():

@@ -56,6 +56,22 @@ def test_weight_syncs_are_timed_phase_by_phase_staged_and_not_and_bring_the_same
     assert all(line["same_over_all_backends"] and line["logprobs"] == compared[0]["logprobs"] for line in compared)
 
 
+def test_adapters_are_timed_from_publishing_to_the_first_token_in_parts():
+    lines = benchmark(
+        "benchmarks.adapter_sync", "--size", "tiny", "--cpu", "--rank", "4", "--load", "2", "--rounds", "4", "--",
+        "--max-num-batched-tokens", "2048",
+    )  # fmt: skip
+    [median] = [line for line in lines if "median_of" in line]
+    for line in [line for line in lines if line.get("round")] + [median]:
+        assert line["in_flight_meanwhile"] == 2 and line["send"] > 0 and line["decode_step_after"] > 0
+        assert line["known_first_token"] > 0 and line["known_engine_first_token"] > 0
+        if line is not median:
+            assert abs(line["publish"] + line["first_token"] - line["publish_to_first_token"]) < 0.001, "rounded"
+            assert 0 <= line["http"] < line["first_token"]
+            assert line["queued"] + line["prefill"] <= line["engine_first_token"] + 0.001
+    assert lines[-1]["adapters_differ"] and lines[-1]["same_tensors_the_same"]
+
+
 def test_the_generation_path_is_compared_with_a_bare_client(tmp_path: Path):
     [line] = benchmark(
         "benchmarks.rollout_path", "--work", str(tmp_path), "--prompts", "4", "--n", "2", "--tokens", "16",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,27 @@ def test_if_so_configured_training_goes_on_and_uses_the_space_that_is_freed(job)
     failures = sum(record.get("checkpoint/failures", 0) for record in job.metrics("continue"))
     assert failures == said.count("warning: checkpoint") >= 1 and len(job.steps("continue")) == 40
     assert said.splitlines()[-1].split() == ["latest", "step_39", "step_40"]
+
+
+def test_a_trainers_server_says_which_directory_has_no_room_for_it_and_leaves_nothing_there(tmp_path, tiny_tied_dir):
+    """First of a new run, then of one that is there, whose key and settings were written."""
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    job = Job(tmp_path, tiny_tied_dir)
+    argv = [sys.executable, "-m", "rltool", "serve-trainer", str(tiny_tied_dir), "--lora-rank", "4", "--run", "x"]
+    start = shlex.join([*argv, "--ready-timeout", "60"])
+    script = (
+        'mount -t tmpfs -o size=1m none "$1" || exit 99; fill() { cat /dev/zero > "$1"/ballast; }; '
+        f'fill "$1" 2> /dev/null; {start}; echo first $?; ls "$1"; rm "$1"/ballast; '
+        f"python -c 'from rltool.processes.run_directory import open_run; open_run(\"x\", create=True)'; "
+        f'fill "$1" 2> /dev/null; {start}; echo second $?; ls "$1"/x/state'
+    )
+    done = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "bash", "-c", script, "bash", str(runs)], cwd=tmp_path,
+        env=job.environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=DEADLINE,
+    )  # fmt: skip
+    said = " ".join(done.stdout.split())
+    assert "Traceback" not in said, said
+    error = f"error: serve-trainer cannot start: {runs}/x cannot be written (No space left on device), 0 of the 1048576"
+    assert said.count(error) == 2 and "first 1 ballast" in said and "second 1" in said, said
+    assert not {"default", "serve-trainer.json"} & {*said.partition("second 1")[2].split()}

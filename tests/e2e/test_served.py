@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from rltool.algorithms.batch import TrainBatch
 from rltool.checkpoints.torch_dist import load_adapters, save_checkpoint
@@ -94,6 +96,57 @@ def test_gradients_of_several_calls_are_the_gradient_of_their_sum(ranks, dense):
     for other, also in others:
         assert other == pytest.approx(norm, rel=1e-5)
         np.testing.assert_allclose(also, moved, rtol=1e-4, atol=1e-4)
+
+
+CLIP = {"clip_low_threshold": 0.97, "clip_high_threshold": 1.04}
+
+
+def case_gspo(place, path, layout):
+    """By gspo, and by a linear loss of the slopes that gspo has there in plain torch: losses, the norm of the gradient
+    and log-probabilities after a step of it, of each."""
+    plain = data_of(4, [5, 17, 9, 12, 3, 40])
+    marks = [np.arange(len(datum.tokens), dtype=np.float32) // 2 % 3 for datum in plain]
+    data = [
+        replace(datum, inputs=datum.inputs | {"sequence_ratio_mask": each})
+        for datum, each in zip(plain, marks, strict=True)
+    ]
+    found = []
+    with served(place, path, **layout) as trainer:
+        for name in ("named", "linear"):
+            trainer.create(name, SPECS["a"], 1)
+            loss, sent = "gspo", data
+            if name == "linear":
+                new = trainer.forward(name, data, "gspo", CLIP, backward=False).logprobs
+                both = [plain_gspo(datum, values) for datum, values in zip(data, new, strict=True)]
+                slopes = [each for _, each in both]
+                sent = [replace(datum, inputs={"weights": -each}) for datum, each in zip(data, slopes, strict=True)]
+                loss, losses = "cross_entropy", np.concatenate([each for each, _ in both])
+            out = trainer.forward(name, sent, loss, CLIP if loss == "gspo" else {}, backward=True)
+            losses = losses if name == "linear" else np.concatenate(out.elementwise_loss)
+            norm = trainer.optim_step(name, AdamParams(learning_rate=1e-2, eps=1e-2))["grad_norm"]
+            moved = trainer.forward(name, data, "gspo", CLIP, backward=False).logprobs
+            found.append((losses, norm, np.concatenate(moved), np.concatenate(out.logprobs)))
+    return found
+
+
+def plain_gspo(datum, new):
+    """Losses, and their derivatives by the log-probabilities, written down from the formula."""
+    p = torch.tensor(new, dtype=torch.float64, requires_grad=True)
+    w, q, a, m = (torch.tensor(datum.inputs[name], dtype=torch.float64) for name in
+                  ("weights", "logprobs", "advantages", "sequence_ratio_mask"))  # fmt: skip
+    ratio = (p.detach() - q)[m != 0].mean().exp() * (p - p.detach()).exp()
+    losses = -w * torch.minimum(ratio * a, ratio.clamp(*CLIP.values()) * a)
+    losses.sum().backward()
+    return losses.detach().numpy(), p.grad.numpy().astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["one", "cp"])
+def test_gspo_has_the_gradient_of_its_formula_also_where_ranks_have_a_part_of_each_sequence(ranks, dense, name):
+    for named, linear in ranks.run(case_gspo, 1 if name == "one" else 2, dense, LAYOUTS.get(name, {})):
+        np.testing.assert_allclose(named[0], linear[0], rtol=1e-4, atol=1e-5)
+        assert named[1] == pytest.approx(linear[1], rel=1e-5) and named[1] > 0.1
+        np.testing.assert_allclose(named[2], linear[2], rtol=1e-5, atol=2e-5)
+        assert np.abs(named[2] - named[3]).max() > 1e-3, "it learns"
 
 
 @pytest.mark.long

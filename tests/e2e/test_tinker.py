@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -253,6 +254,56 @@ def test_on_a_disk_that_is_full_for_a_while_the_client_trains_as_it_would_have(m
         assert json.loads(out.removeprefix("RESULT ")) == undisturbed
         assert "No space left on device" in log.read_text() and server.process.poll() is None
     finally:
+        server.kill()
+
+
+AGAIN_AND_AGAIN = (
+    'mkdir -p "$0" && mount -t tmpfs -o size=16m none "$0" || exit 99; while true; do "$@"; done'
+)
+"""On a small disk, which outlives the server: it is started again when it dies."""
+
+
+def test_a_server_that_is_killed_and_started_again_on_a_full_disk_serves_and_nothing_is_lost(
+    model, tmp_path, undisturbed
+):
+    server = Server(model, tmp_path, "tiny")
+    calls = tmp_path / "calls"
+    server.wrapped_in = ("unshare", "--user", "--map-root-user", "--mount", "bash", "-c", AGAIN_AND_AGAIN, str(calls))
+    server.start()
+    assert server.process is not None
+    shell = psutil.Process(server.process.pid)
+    try:
+        ballast = Path(f"/proc/{shell.pid}/root{calls}/ballast")
+        client = start_client(server, "alice", "steps")
+        assert client.stderr is not None
+        for line in client.stderr:
+            if line.startswith("step 1"):
+                with suppress(OSError), ballast.open("ab", 0) as file:
+                    while True:
+                        file.write(bytes(4096))
+                [first] = shell.children()
+                first.kill()
+                break
+        reading = threading.Thread(target=client.stderr.read)
+        reading.start()
+        wait_for(lambda: shell.children() not in ([], [first]))
+
+        def refuses() -> bool:
+            with suppress(OSError):
+                return "alice" in server.status()["refused"] or bool(server.status()["stalled"])
+            return False
+
+        wait_for(refuses)
+        ballast.unlink()
+        assert client.stdout is not None
+        out = client.stdout.read()
+        client.wait(timeout=60)
+        reading.join()
+        assert json.loads(out.removeprefix("RESULT ")) == undisturbed
+    finally:
+        shell.suspend()
+        for child in shell.children():
+            child.kill()
         server.kill()
 
 

@@ -21,7 +21,7 @@ from tinker import types
 VOCAB = 120
 
 
-def data_of(seed, policy=False, sizes=(5, 9)):
+def data_of(seed, policy=False, sizes=(5, 9), marked=False):
     draw = np.random.default_rng(seed)
     data = []
     for size in sizes:
@@ -30,6 +30,8 @@ def data_of(seed, policy=False, sizes=(5, 9)):
         if policy:
             inputs["logprobs"] = (-5 + 0.3 * draw.standard_normal(size)).astype(np.float32)
             inputs["advantages"] = draw.standard_normal(size).astype(np.float32)
+        if marked:
+            inputs["sequence_ratio_mask"] = (np.arange(size) > 1).astype(np.float32)
         tensors = {name: types.TensorData.from_numpy(value) for name, value in inputs.items()}
         data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=tensors))
     return data
@@ -54,7 +56,7 @@ def train(client, steps, losses=("cross_entropy",)):
     for step in range(steps):
         loss = losses[step % len(losses)]
         config = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2} if loss == "gspo" else None
-        data = data_of(step, loss != "cross_entropy")
+        data = data_of(step, loss != "cross_entropy", marked=loss == "gspo")
         both = client.forward_backward(data, loss, config), client.optim_step(types.AdamParams(learning_rate=1e-2))
         output, optim = (each.result() for each in both)
         found.append([output.metrics["loss:sum"], optim.metrics["grad_norm"], *flat(output)])
@@ -234,8 +236,9 @@ def sampling(service):
 
 
 def custom(service):
-    """Two clients with the same adapter take two steps: one by importance sampling as the server has it, one by a loss
-    of its own that is the same; then what both give for the same data, and a loss that the server has not."""
+    """Two clients with the same adapter take three steps: one by importance sampling as the server has it, one by a
+    loss of its own that is the same, a function twice and a traced graph once; then what both give for the same data,
+    and a loss that the server has not."""
     import torch
 
     found = {"steps": []}
@@ -248,18 +251,27 @@ def custom(service):
             losses.append(-(weights * (new - old).exp() * advantages).sum())
         return torch.stack(losses).sum(), {"own": float(len(data))}
 
+    def traced(logprobs, weights, old, advantages):
+        loss = -(weights * torch.exp(logprobs - old) * advantages).sum()
+        return loss, {"custom/own:sum": torch.ones_like(loss)}
+
     def squared(data, logprobs):
         return sum((each**2).sum() for each in logprobs), {}
 
     theirs, ours = (service.create_lora_training_client("tiny", rank=4, seed=1).result() for _ in range(2))
     # Adam of a small eps would make whole steps of gradients that are rounding alone.
     adam = types.AdamParams(learning_rate=1e-2, eps=1e-2)
-    for seed in (1, 2):
+    names = ("logprobs", "weights", "old", "advantages")
+    graph = service.create_custom_loss(traced, dict.fromkeys(names, 1)).result()
+    for seed, loss in ((1, own), (2, own), (4, graph)):
         data = data_of(seed, True)
         given = theirs.forward_backward(data, "importance_sampling").result()
-        made = ours.forward_backward_custom(data, own).result()
+        for datum in data:
+            datum.loss_fn_inputs["old"] = datum.loss_fn_inputs["logprobs"]
+        made = ours.forward_backward_custom(data, loss).result()
         norms = [each.optim_step(adam).result().metrics["grad_norm"] for each in (theirs, ours)]
-        found["steps"].append([[given.metrics["loss:sum"], made.metrics["loss:sum"]], norms, made.metrics["own"]])
+        count = made.metrics["custom/own:sum" if loss is graph else "own"]
+        found["steps"].append([[given.metrics["loss:sum"], made.metrics["loss:sum"]], norms, count])
     found["ends"] = [flat(each.forward(data_of(99), "cross_entropy").result()) for each in (theirs, ours)]
     found["paths"] = [each.save_state(f"end-{i}").result().path for i, each in enumerate((theirs, ours))]
     [before] = [scored(ours, PROMPT[:1], PROMPT[1:])]

@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+from rltool.tinker.limits import Limits
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import SampleRequest
 from rltool.tinker.server import TinkerServer, read_keys, serve
-from rltool.tinker.service import Limits, Service
+from rltool.tinker.service import Service
 from rltool.tinker.wire import SampleOutput
 from tests.e2e.megatron_models import VOCAB
 from tests.e2e.served_ranks import served

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
@@ -41,19 +42,23 @@ PARAMETERS = {"30B-A3B": 20, "moonlight": 44, "gpt-oss-20b": 29, "olmo3-7B": 35}
 
 
 class Job:
-    """A run of a small model with the defaults of `init`, in a directory of its own."""
+    """A run of a small model with the defaults of `init`, in a directory of its own. engines: how many on its own GPU,
+    or an endpoints file of others."""
 
-    def __init__(self, root: Path, engines: int, **more: str) -> None:
+    def __init__(self, root: Path, engines: int | str, **more: str) -> None:
         model, data = make_model(root / "model", "test", 256), make_prompts(root / "prompts.jsonl")
         self.root = root
         self.environment = {**os.environ, "RLTOOL_RUNS": str(root / "runs"), "HF_HUB_OFFLINE": "1"}
-        settings = {
-            "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS), "engines.mode": '"colocate"',
-            "engines.groups": f"[{{count={engines},engines_per_gpu={engines}}}]", "rollout.prompts_per_step": "32",
-            "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "64",
+        own = {
+            "engines.mode": '"colocate"', "engines.groups": f"[{{count={engines},engines_per_gpu={engines}}}]"
+        }  # fmt: skip
+        settings = (own if isinstance(engines, int) else {}) | {
+            "model.path": f'"{model}"', "data.train": f'["{data}"]', "steps": str(STEPS),
+            "rollout.prompts_per_step": "32", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "64",
             "reward.function": '"benchmarks.rewards:letter_share"', "checkpoint.save_at_end": "false",
         } | more  # fmt: skip
         self.words = ["train", "--config", "run.toml", "--run", "one"]
+        self.words += [] if isinstance(engines, int) else ["--rollout-external", engines, "--gpus", "0"]
         self.words += (word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
         self.start("init", "run.toml").wait(120)
         self.output = root / "out"
@@ -122,26 +127,59 @@ def test_a_familys_engine_has_the_trainers_bytes_after_two_syncs_over_ipc(tmp_pa
     assert compare_beside(Job(tmp_path, 1, **more)) == (PARAMETERS[shape], 0)
 
 
-def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, small_model):
-    """Two engines with CUDA graphs; A and B of seven products of each of four layers are what they sample with."""
+SHARDED = {
+    # engine's group; the trainer's layout; the largest part of one copy of the weights that a rank may have sent
+    "tp 2 to tp 2": ("0.5B", "count=1,tp=2", {"trainer.tensor_parallel": "2"}, 0.55),
+    "tp 2 to two of tp 1": ("0.5B", "count=2,tp=1", {"trainer.tensor_parallel": "2"}, 1.1),
+    "ep 2 to tp 2": ("30B-A3B", "count=1,tp=2", {"trainer.expert_parallel": "2"}, 0.65),
+}
+SMALLER = FAMILIES | {"0.5B": {"num_hidden_layers": 4}}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("case", SHARDED)
+def test_workers_read_what_they_store_out_of_the_memory_of_ranks_on_both_gpus(tmp_path, monkeypatch, case):
+    """weights.sharded over CUDA IPC: no rank gathers, and engines have the trainer's bytes."""
+    shape, group, layout, most = SHARDED[case]
+    monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | SMALLER[shape] | {"vocab_size": 8192})
+    groups = f'[{{{group},engines_per_gpu=1,flags=["--enforce-eager"]}}]'
+    more = {
+        "steps": "100000", "engines.groups": groups, "weights.transport": '"ipc"', "weights.sharded": "true",
+        "weights.bucket_bytes": "16777216", "optimizer.lr": "1e-4", "trainer.world_size": "2", **layout,
+    }  # fmt: skip
+    job = Job(tmp_path, 1, **more)
+    job.words += ["--gpus", "0,1"]
+    compared, left_out = compare_beside(job)
+    syncs = [step for step in job.steps() if "weights/rank_bytes" in step]
+    print(compared, left_out, [{name: value for name, value in s.items() if "weights/" in name} for s in syncs[:3]])
+    assert compared >= 20 and left_out == 0 and len(syncs) >= 3
+    for step in syncs:
+        assert 0 < step["weights/rank_bytes"] < most * step["weights/sync_bytes"]
+        assert step["weights/failed_engines"] == 0
+
+
+@pytest.mark.parametrize(("shape", "products"), [("0.5B", 7 * 4), ("30B-A3B", (4 + 3 * 16) * 2)])
+def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(tmp_path, monkeypatch, shape, products):
+    """Two engines with CUDA graphs; A and B of all products, of experts too, are what they sample with."""
+    monkeypatch.setitem(SHAPES, "test", SHAPES[shape] | SMALLER[shape] | {"vocab_size": 8192})
     more = {
         "steps": "100000", "weights.transport": '"ipc"', "weights.lora_sync": '"adapter"', "lora.rank": "8",
         "optimizer.lr": "1e-3",
     }  # fmt: skip
     job = Job(tmp_path, 2, **more)
-    assert compare_beside(job)[0] == 2 * 7 * 4
+    assert compare_beside(job)[0] == 2 * products
     steps = job.steps()
     print([{name: value for name, value in step.items() if "sync" in name or "wake" in name} for step in steps])
     assert {step["rollout/engines_serving"] for step in steps} == {2}
 
 
-def compare_beside(job: Job) -> tuple[int, int]:
-    """How many parameters of an engine were compared with the trainer's after three steps, which all are bit-equal, and
-    how many could not be."""
+def compare_beside(job: Job, after: int = 3) -> tuple[int, int]:
+    """How many parameters of an engine were compared with the trainer's after so many steps, which all are bit-equal,
+    and how many could not be."""
     process = job.start(*job.words)
     try:
         ends = time.monotonic() + 600
-        while len(job.steps()) < 3:
+        while len(job.steps()) < after:
             assert process.poll() is None and time.monotonic() < ends, job.output.read_text()[-6000:]
             time.sleep(0.2)
         words = [sys.executable, "-m", "rltool", "debug", "weights", "--run", "one"]
@@ -157,6 +195,6 @@ def compare_beside(job: Job) -> tuple[int, int]:
     pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) parameters are bit-equal", found.stdout)]
     assert pairs and all(equal == compared for equal, compared in pairs)
     assert all(max(step[name] for step in steps) < limit for name, limit in DIFFERENCES.items())
-    assert len({step["weight_version"] for step in steps[:3]}) == 3
+    assert len({step["weight_version"] for step in steps[:after]}) == after
     left_out = re.search(r"(\d+) more cannot be compared", found.stdout)
     return pairs[0][1], int(left_out[1]) if left_out else 0

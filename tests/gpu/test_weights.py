@@ -1,4 +1,5 @@
-"""Weights from a trainer into an external vLLM on the same GPU, where NCCL cannot be: values compared, digests."""
+"""Weights from a trainer into an external vLLM on the same GPU, where NCCL cannot be, and, sharded, on another one:
+values compared, digests."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_model, make_prompts
@@ -53,8 +55,17 @@ def model(work: Path, request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module")
 def endpoints(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
     """Of one vLLM that leaves the trainer most of the GPU."""
-    run = f"engines-{model.name}"
-    options = ("--max-model-len", "128", "--run", run, "--detach")
+    yield from serving(work, rltool, model, f"engines-{model.name}")
+
+
+@pytest.fixture(scope="module")
+def elsewhere(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
+    """The same on the second GPU."""
+    yield from serving(work, rltool, model, f"elsewhere-{model.name}", "--gpus", "1")
+
+
+def serving(work: Path, rltool: Rltool, model: Path, run: str, *options: str) -> Iterator[str]:
+    options = ("--max-model-len", "128", "--run", run, "--detach", *options)
     rltool("serve-engines", str(model), *options, "--", "--gpu-memory-utilization", "0.3", "--enforce-eager")
     try:
         yield f"@{work}/runs/{run}/endpoints.json"
@@ -66,14 +77,34 @@ def endpoints(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
 @pytest.mark.parametrize("model", SMALLER, indirect=True)
 def test_an_engine_on_the_trainers_gpu_has_the_trainers_weights(work, rltool, model, endpoints, transport):
     """The run compares values itself after its first sync; digests of every tensor are compared with its checkpoint."""
-    name = f"{model.name}-{transport}"
+    train_and_compare(work, rltool, model, endpoints, transport, {"trainer.share_gpus": "true"})
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("transport", ["nccl", "disk", "gloo"])
+@pytest.mark.parametrize("model", SMALLER, indirect=True)
+def test_sharded_weights_reach_an_engine_on_another_gpu(work, rltool, model, elsewhere, transport):
+    """Of one rank, which holds everything: as large as one copy is what it sends, not more."""
+    more = {"weights.sharded": "true", "weights.bucket_bytes": "16777216"}
+    steps = train_and_compare(work, rltool, model, elsewhere, transport, more)
+    syncs = [step for step in steps if "weights/rank_bytes" in step]
+    print([{name: value for name, value in step.items() if "weights/" in name} for step in syncs])
+    assert len(syncs) >= STEPS - 1
+    assert all(step["weights/rank_bytes"] == step["weights/sync_bytes"] for step in syncs)
+
+
+def train_and_compare(
+    work: Path, rltool: Rltool, model: Path, endpoints: str, transport: str, more: dict[str, str]
+) -> list[dict]:
+    """The steps' metrics."""
+    name = f"{model.name}-{transport}-{'sharded' if 'weights.sharded' in more else 'whole'}"
     rltool("init", f"{name}.toml")
     settings = {
         "model.path": f'"{model}"', "data.train": f'["{make_prompts(work / "prompts.jsonl")}"]', "steps": str(STEPS),
         "rollout.prompts_per_step": "8", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "32",
         "reward.function": '"benchmarks.rewards:letter_share"', "weights.transport": f'"{transport}"',
-        "optimizer.lr": "1e-4", "trainer.share_gpus": "true",
-    }  # fmt: skip
+        "optimizer.lr": "1e-4",
+    } | more  # fmt: skip
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     options = ("--config", f"{name}.toml", "--run", name, "--rollout-external", endpoints, "--gpus", "0")
     rltool("train", *options, *words)
@@ -87,3 +118,4 @@ def test_an_engine_on_the_trainers_gpu_has_the_trainers_weights(work, rltool, mo
     # The model that the run began with differs.
     with pytest.raises(AssertionError, match="other weights than"):
         rltool("debug", "weights", endpoints, "--checkpoint", str(model))
+    return steps

@@ -8,7 +8,9 @@ clock), joined by a bridge; faults on the wire between them.
 Each host has addresses of its own (10.77.0.N and fd77::N), a loopback of its own, its own /tmp, /dev/shm and run
 directory (`Hosts.here`, one path with other contents on each host), and knows the others by name. Paths below
 `shared` are those of this machine, as a shared disk would be; the rest of the file system (the installation) is
-the same everywhere. Wall clocks are the machine's; monotonic ones differ by days, as those of real hosts.
+the same everywhere. Monotonic clocks differ by days, as those of real hosts. Wall clocks are the machine's, as Linux
+has no namespace for them; `clocks` shifts what the C library tells programs (a library that is preloaded), not what
+the kernel writes into files' times.
 
 Namespaces have no names: they end with the processes in them, which the kernel ends with their owner, also where
 that is killed. What is left of a killed one is a directory, which the next Hosts removes.
@@ -48,6 +50,37 @@ os.write(1, b'up')
 while os.read(0, 1): pass
 """
 """The first process of a host: with it all others end. It ends with its owner, whose end of the pipe is closed then."""
+
+
+_CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <pthread.h>
+#include <semaphore.h>
+#include <stdlib.h>
+#include <sys/time.h>
+#include <time.h>
+#define REAL(name) static __typeof__(name) *real; if (!real) real = dlsym(RTLD_NEXT, #name)
+static long shift(void) { static long s; static int known; if (!known) { const char *t = getenv("HOST_CLOCK");
+  s = t ? atol(t) : 0; known = 1; } return s; }
+static struct timespec back(const struct timespec *t) { struct timespec b = *t;
+  if (b.tv_sec > 1000000000) b.tv_sec -= shift(); return b; }
+int clock_gettime(clockid_t id, struct timespec *t) { REAL(clock_gettime); int r = real(id, t);
+  if (!r && (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE)) t->tv_sec += shift(); return r; }
+int gettimeofday(struct timeval *restrict t, void *restrict z) { REAL(gettimeofday); int r = real(t, z);
+  if (!r && t) t->tv_sec += shift(); return r; }
+time_t time(time_t *at) { REAL(time); time_t t = real(0) + shift(); if (at) *at = t; return t; }
+int sem_timedwait(sem_t *restrict s, const struct timespec *restrict t) { REAL(sem_timedwait);
+  struct timespec b = back(t); return real(s, &b); }
+int pthread_mutex_timedlock(pthread_mutex_t *restrict m, const struct timespec *restrict t) {
+  REAL(pthread_mutex_timedlock); struct timespec b = back(t); return real(m, &b); }
+int pthread_cond_timedwait(pthread_cond_t *restrict c, pthread_mutex_t *restrict m, const struct timespec *restrict t) {
+  static __typeof__(pthread_cond_timedwait) *real;
+  if (!real && !(real = dlvsym(RTLD_NEXT, "pthread_cond_timedwait", "GLIBC_2.3.2")))
+    real = dlsym(RTLD_NEXT, "pthread_cond_timedwait");
+  struct timespec b = back(t); return real(c, m, &b); }
+"""
+"""Wall time, and until when something waits by it, HOST_CLOCK seconds ahead. Monotonic times are below 1e9 s."""
 
 
 def missing() -> str | None:
@@ -111,6 +144,8 @@ class Host:
     root: Path
     here: Path
     _holder: _Holder = field(repr=False)
+    clock: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment of its programs, where its wall clock is another."""
     alive: bool = True
 
     @property
@@ -187,7 +222,7 @@ class Host:
         own = {"HOME": str(self.here), "TMPDIR": "/tmp", "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         # An interface of this machine, which a trainer in this process may have chosen.
         ours = {name: value for name, value in os.environ.items() if name != "GLOO_SOCKET_IFNAME"}
-        return {**ours, **own, **(env or {})}
+        return {**ours, **own, **self.clock, **(env or {})}
 
 
 class Hosts:
@@ -195,13 +230,15 @@ class Hosts:
 
     shared: directories and files of this machine that each host sees at their own paths. networks: interfaces of each,
     eth0, eth1, ..., with addresses 10.77.0.N, 10.78.0.N, ... names: host -> what its /etc/hosts says (name -> address)
-    where others have another address for that name.
+    where others have another address for that name. clocks: host -> seconds that its wall clock is ahead; needs a C
+    compiler.
     """
 
     def __init__(
         self, count: int, *, shared: Sequence[Path] = (), networks: int = 1,
-        names: Mapping[str, Mapping[str, str]] | None = None,
+        names: Mapping[str, Mapping[str, str]] | None = None, clocks: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
+        self._clocks = clocks or {}
         self._count, self._shared, self._networks, self._names = count, [*shared], networks, names or {}
         self._hosts: list[Host] = []
         self._hub: _Holder | None = None
@@ -216,6 +253,9 @@ class Hosts:
         self.here = self.root / "here"
         self.here.mkdir()
         try:
+            if self._clocks:
+                argv = ["cc", "-shared", "-fPIC", "-O1", "-x", "c", "-", "-o", str(self.root / "clock.so"), "-ldl"]
+                subprocess.run(argv, input=_CLOCK, text=True, check=True)
             self._hub = _Holder("--net")
             for network in range(self._networks):
                 bridge = f"br{network}"
@@ -287,6 +327,17 @@ class Hosts:
         host._holder.end()
         self._apply(self._rules)
 
+    def boot(self, host: Host) -> None:
+        """A killed one again: its name and its addresses, an empty disk, and nothing that runs."""
+        rules = self._rules
+        self._unplug()
+        for network in range(self._networks):
+            _ip("ip", "link", "delete", _port(host, network), inside=self._hub_pid, check=False)
+        shutil.rmtree(host.root, ignore_errors=True)
+        host._holder = self._make(host.number)._holder
+        host.alive = True
+        self._apply(rules)
+
     # -- the rest
 
     @property
@@ -304,7 +355,9 @@ class Hosts:
             (root / part).mkdir(parents=True)
         days = str(_DAY * 3 * number)
         holder = _Holder("--net", "--mount", "--uts", "--mount-proc", "--time", "--monotonic", days, "--boottime", days)
-        host = Host(name, number, root, self.here, holder)
+        shift = self._clocks.get(name)
+        clock = {"LD_PRELOAD": str(self.root / "clock.so"), "HOST_CLOCK": str(shift)} if shift else {}
+        host = Host(name, number, root, self.here, holder, clock)
         enter = ["nsenter", "-t", str(holder.pid), "--mount", "--uts"]
         (root / "hosts").write_text(self._etc_hosts(name))
         script = [

@@ -1,7 +1,7 @@
 """`sudo .venv/bin/python -m tests.hosts COUNT [SHARED ...]`: hosts to try rltool on, until standard input ends.
 
 Prints how to enter each, then takes faults, one a line: `loss 0.01`, `delay 0.02`, `rate 1e9`, `partition a b`,
-`block b 8101`, `kill c`, `heal`.
+`block b 8101`, `kill c`, `boot c`, `heal`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ def apply(hosts: Hosts, line: str) -> None:
             hosts.block(by_name[to], int(port))
         case ["kill", name]:
             hosts.kill(by_name[name])
+        case ["boot", name]:
+            hosts.boot(by_name[name])
         case ["heal"]:
             hosts.heal()
         case []:

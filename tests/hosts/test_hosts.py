@@ -117,10 +117,16 @@ def test_a_partition_and_a_firewall_are_silent_and_cut_only_what_they_name(healt
     assert a.reaches(b, PORT)
 
 
-def test_a_rate_limits_what_passes():
+def test_a_rate_limits_what_passes_and_a_wall_clock_is_an_hour_ahead_and_waits_no_longer():
     require()
-    with Hosts(2) as hosts:
+    waits = (
+        "import threading, time; print(time.time()); began = time.monotonic(); c = threading.Condition()\n"
+        "with c: c.wait(0.1)\nassert time.monotonic() - began < 5"
+    )
+    with Hosts(2, clocks={"b": 3600}) as hosts:
         a, b = hosts
+        ahead = float(b.python(waits)) - float(a.python(waits))
+        assert 3600 - 20 < ahead < 3600 + 20 and abs(int(b.run(["date", "+%s"])) - time.time() - 3600) < 20
         b.start([sys.executable, "-c", ECHO], out=hosts.root / "echo.out")
         listens(b)
         hosts.rate(8_000_000)
@@ -135,6 +141,12 @@ def test_a_killed_host_falls_silent_with_its_processes():
         assert a.reaches(b, PORT)
         hosts.kill(b)
         assert sleeper.wait(SECONDS) and not a.reaches(b, PORT, seconds=1.0) and a.reaches(c, PORT)
+        hosts.partition(a, c)
+        hosts.boot(b)
+        assert a.reaches(b, PORT) and b.reaches(c, PORT) and not a.reaches(c, PORT, seconds=1.0), "the fault stays"
+        assert b.run(["hostname"]).strip() == "b" and b.run(["ls", "/tmp"]) == ""
+        hosts.heal()
+        assert a.reaches(c, PORT) and a.reaches(b, PORT)
 
 
 def test_nothing_is_left_of_hosts_whose_owner_was_killed():

@@ -231,6 +231,10 @@ class Adapts(Protocol):
         """No error where it has none of this name."""
         ...
 
+    def no_expert_adapters(self, info: EngineInfo) -> str | None:
+        """Why it samples with no adapters of experts; None: it does."""
+        ...
+
 
 @runtime_checkable
 class Inspects(Protocol):

@@ -330,6 +330,9 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
         """Answered when the requests that run with it have ended."""
         return HttpRequest("POST", "/unload_lora_adapter", {"lora_name": name}, tolerate=(400,))
 
+    def no_expert_adapters(self, info: EngineInfo) -> str | None:
+        return "is of SGLang, which was not seen to sample with them: use vLLM"
+
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.
 

@@ -276,6 +276,12 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
         """Requests that run with it go on with it: the workers keep it until its place is needed."""
         return HttpRequest("POST", "/v1/unload_lora_adapter", {"lora_name": name}, tolerate=(404,))
 
+    def no_expert_adapters(self, info: EngineInfo) -> str | None:
+        """On a CPU it has no kernel for them; rltool's plugin has (rltool.engines.plugin.patches)."""
+        if info.device == "cpu" and not info.plugin:
+            return "has no kernel for them on a CPU: start it with `rltool serve-engines --lora-rank`"
+        return None
+
 
 def with_routed_experts(completion: Completion, choice: Mapping[str, Any], request: GenerateRequest) -> Completion:
     """With those of its entry of `choices`, where they were asked for. EngineError where they are missing or wrong."""

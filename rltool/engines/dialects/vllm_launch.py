@@ -18,7 +18,7 @@ from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
-from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE
+from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE, LORA_EXPERTS_VARIABLE
 from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE
 from rltool.engines.types import json_object
 
@@ -165,6 +165,8 @@ class VllmLaunching(Launches):
                 "TORCHDYNAMO_DISABLE": "1",
             }
             environment |= {BUSY_LOOP_VARIABLE: CPU_BUSY_LOOP_SECONDS, FORK_VARIABLE: "1"}
+            if launch.lora_rank:
+                environment[LORA_EXPERTS_VARIABLE] = "1"
         else:
             environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment

@@ -18,7 +18,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.prefetch import Buckets, NotFetched
-from rltool.engines.plugin.workers import ask_workers, failure_in
+from rltool.engines.plugin.worker import ask_workers, failure_in
 from rltool.engines.transfer import wire
 from rltool.engines.types import Bucket
 
@@ -41,8 +41,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def place_for(state: Any, body: Any) -> dict[str, Any] | None:
-    """What the workers get to know of the adapter of POST /rltool/prefetch: its config, its id, and the ids that
-    have names; None: it is about weights. state: the FastAPI app's."""
+    """What the workers get to know of the adapter of POST /rltool/prefetch: its config, its id, and the ids that have
+    names, or run on without one; None: it is about weights. state: the FastAPI app's."""
     peft = body.get("peft") if isinstance(body, Mapping) else None
     models = getattr(state, "openai_serving_models", None)
     if peft is None or models is None:
@@ -50,8 +50,9 @@ def place_for(state: Any, body: Any) -> dict[str, Any] | None:
     version, ids = body.get("version"), getattr(state, "rltool_placing", {})
     lora_id = ids.get(version) or models.lora_id_counter.inc(1)  # the same, where it is asked for once more
     state.rltool_placing = {version: lora_id}
-    named = [request.lora_int_id for request in models.lora_requests.values()]
-    return {"peft": peft, "id": lora_id, "named": named}
+    running = [each.lora_request for each in state.engine_client.output_processor.request_states.values()]
+    named = {request.lora_int_id for request in (*models.lora_requests.values(), *running) if request is not None}
+    return {"peft": peft, "id": lora_id, "named": sorted(named)}
 
 
 def placed(state: Any, version: str, place: Mapping[str, Any]) -> None:
@@ -157,10 +158,12 @@ class Placing:
 
 
 def drop_unnamed(manager: Any, named: Iterable[int]) -> None:
-    """Of ours, those that were placed and never published: their trainer died between, or another worker failed."""
+    """Of ours, those that were placed and never published: their trainer died between, or another worker failed. Of
+    those that vLLM has loaded, where no place is free, what it keeps for a name that was taken back."""
     adapters, kept = manager._adapter_manager, {*named}
     for lora_id, lora in adapters.list_adapters().items():
-        if isinstance(lora.loras, _Elsewhere) and lora_id not in kept:
+        is_ours = isinstance(lora.loras, _Elsewhere)
+        if lora_id not in kept and (is_ours or None not in adapters.lora_index_to_id):
             adapters.remove_adapter(lora_id)
 
 
@@ -197,7 +200,8 @@ def build(manager: Any, buckets: Buckets, peft: Mapping[str, Any], lora_id: int 
     if unused:
         raise WeightUpdateError(f"the model of this engine has no adapter for {', '.join(unused[:3])}")
     adapters._validate_moe_lora_format(lora)
-    lora.rltool_names = {_module(name, mapper): _module(name, None) for name in tensors}
+    # Of tens of thousands where experts have some, beside generation.
+    lora.rltool_names = {} if mapper is None else {_module(name, mapper): _module(name, None) for name in tensors}
     lora.rltool_shapes = _shapes(adapters, lora)
     adapters._create_merged_loras_inplace(lora)
     return lora
@@ -257,12 +261,57 @@ def digests(manager: Any, lora_id: int) -> dict[str, str]:
         for number, part in enumerate(parts):
             for letter, shape in zip("AB", shapes.get(part, ()), strict=False):
                 stacked = layer.lora_a_stacked if letter == "A" else layer.lora_b_stacked
-                if len(stacked) != len(parts) or stacked[number].dim() != 4:  # experts'
+                if stacked[0].dim() == 2:  # of experts: one of each place and product, those of a place together
+                    if len(stacked) != len(parts) * len(adapters.lora_index_to_id):  # it has some of the experts
+                        continue
+                    held = stacked[index * len(parts) + number]
+                elif len(stacked) == len(parts):
+                    held = stacked[number][index, 0]
+                else:
                     continue
-                held = stacked[number][index, 0]
                 if held.shape[0] >= shape[0] and held.shape[1] >= shape[1]:
                     raw = held[: shape[0], : shape[1]].cpu().contiguous().flatten().view(torch.uint8).numpy()
                     found[f"{names.get(part, part)}.lora_{letter}"] = hashlib.sha256(raw.data).hexdigest()
+    return found
+
+
+def experts_output(
+    context: Any, x: torch.Tensor, weights: tuple[torch.Tensor, torch.Tensor],
+    chosen: tuple[torch.Tensor, torch.Tensor], activate: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:  # fmt: skip
+    """[tokens, hidden] in float32, of experts in plain torch, each token with the adapter of its place.
+
+    context: vLLM's MoELoRAContext, None where no adapters are; x: [tokens, hidden]; weights: [experts, 2 x inner,
+    hidden] with gates first, and [experts, hidden, inner]; chosen: shares and numbers of experts, [tokens, k] each;
+    activate: [rows, 2 x inner] -> [rows, inner]."""
+    (w13, w2), (shares, numbers) = weights, chosen
+    places = torch.full((len(x),), -1)
+    if context is not None:
+        known = context.punica_wrapper.token_lora_indices
+        places[: len(known)] = known[: len(places)]
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    for expert in numbers.unique().tolist():
+        rows, choices = (numbers == expert).nonzero(as_tuple=True)
+        both, held = x[rows] @ w13[expert].T, places[rows]
+        if context is not None:
+            pairs = zip(context.w13_lora_a_stacked, context.w13_lora_b_stacked, strict=True)
+            both = both + torch.cat([_added(x[rows], held, expert, a, b) for a, b in pairs], dim=-1)
+        inner = activate(both)
+        y = inner @ w2[expert].T
+        if context is not None:
+            y = y + _added(inner, held, expert, context.w2_lora_a_stacked[0], context.w2_lora_b_stacked[0])
+        total.index_add_(0, rows, y.float() * shares[rows, choices, None].float())
+    return total
+
+
+def _added(x: torch.Tensor, places: torch.Tensor, expert: int, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """B A x of each row's place, zero where that is -1. x: [rows, inputs]; a: [places, experts, rank, inputs]; b:
+    [places, experts, outputs, rank], scaled."""
+    found = x.new_zeros(len(x), b.shape[2])
+    for place in places.unique().tolist():
+        if place >= 0:
+            rows = places == place
+            found[rows] = x[rows] @ a[place, expert].T @ b[place, expert].T
     return found
 
 

@@ -1,17 +1,18 @@
-"""How buckets come into a vLLM worker: one class for each transport of rltool.engines.transfer.wire.
+"""How buckets come into a vLLM worker: one class for each transport of rltool.engines.transfer.wire; in
+rltool.engines.plugin.sharded those of sharded weights.
 
 A channel is opened by the init request and closed when the trainer, or another one, connects anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
-from rltool.engines.transfer import ipc, nccl, shards, wire
-from rltool.engines.transfer.shards import Box, Needs, Sends, ShardError
+from rltool.engines.transfer import ipc, nccl, wire
+from rltool.engines.transfer.shards import Box
 from rltool.engines.types import Bucket, TensorMeta
 
 
@@ -139,82 +140,6 @@ class IpcChannel:
 
     def close(self) -> None:
         self._buffer.close()
-
-
-class ShardedGlooChannel:
-    """A group with each rank of the trainer: the contract is rltool.engines.transfer.wire. stores: address and port of
-    the ranks', in their order; worker: number of this one in its engine; timeout_seconds: for joining, and then for
-    each bucket."""
-
-    def __init__(
-        self, stores: Sequence[tuple[str, int]], *, worker: int, rank: int, world_size: int, group: str,
-        timeout_seconds: float,
-    ) -> None:  # fmt: skip
-        self._worker, self._seconds = worker, timeout_seconds
-        self._stores = [
-            wire.connect_store(address, port, timeout_seconds, of=f"the trainer's rank {number}")
-            for number, (address, port) in enumerate(stores)
-        ]
-        self._groups = [
-            wire.open_group(address, port, rank, world_size, group, timeout_seconds, store=store)
-            for (address, port), store in zip(stores, self._stores, strict=True)
-        ]
-        self._needs: Needs = {}
-        self._sends: list[Sends] = []
-        self._numbers: dict[Bucket, int] = {}
-
-    def agree(self, needs_of: Callable[[Sequence[Bucket]], Needs]) -> None:
-        """With the ranks on what they send. Raises ChannelError, which they get as well."""
-        buckets = shards.parse_buckets(self._stores[0].get(shards.TENSORS))
-        try:
-            self._needs = needs_of(buckets)
-        except Exception as error:
-            reason = f"weights.sharded: {error}"
-            self._tell(shards.needs_text({}, reason))
-            raise ChannelError(reason) from error
-        self._tell(shards.needs_text(self._needs))
-        try:
-            self._sends = [shards.parse_sends(store.get(shards.sends_key(self._worker))) for store in self._stores]
-        except ShardError as error:
-            raise ChannelError(f"weights.sharded: {error}") from error
-        self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
-
-    def receive_boxes(self, bucket: Bucket) -> Boxes:
-        """What this worker stores of a bucket, on the host. Raises ChannelError."""
-        if bucket not in self._numbers:
-            raise ChannelError(f"{bucket[0].name}: the bucket is none of those that this connection was made for")
-        number, dtypes = self._numbers[bucket], {meta.name: meta.dtype for meta in bucket}
-        boxes = {meta.name: dict[Box, torch.Tensor]() for meta in bucket}
-        arriving = []
-        for rank, (group, sends) in enumerate(zip(self._groups, self._sends, strict=True)):
-            if pieces := sends[number]:
-                metas = shards.message_metas(pieces, dtypes)
-                flat = torch.empty(wire.bucket_bytes(metas), dtype=torch.uint8)
-                arriving.append((rank, pieces, metas, flat, wire.receive(group, flat)))
-        for rank, pieces, metas, flat, work in arriving:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                what = f"{flat.numel()} bytes from the trainer's rank {rank}"
-                raise ChannelError(f"{what} did not come: {error}") from error
-            for piece, (name, tensor) in zip(pieces, wire.split_flat(flat, metas), strict=True):
-                need = self._needs[name][piece.need]
-                if piece.box == need:
-                    boxes[name][need] = tensor
-                    continue
-                if need not in boxes[name]:
-                    boxes[name][need] = tensor.new_empty(need.shape)
-                piece.box.of(boxes[name][need], need).copy_(tensor)
-        return boxes
-
-    def close(self) -> None:
-        for group in self._groups:
-            group.shutdown()
-        self._stores = []
-
-    def _tell(self, text: str) -> None:
-        for store in self._stores:
-            store.set(shards.needs_key(self._worker), text)
 
 
 def receive_bytes(channel: FlatChannel, size: int) -> torch.Tensor:

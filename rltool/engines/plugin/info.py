@@ -6,11 +6,11 @@ from typing import Any
 
 import rltool
 
-PLUGIN_PROTOCOL = 4
+PLUGIN_PROTOCOL = 5
 """Of the requests that trainer and plugin exchange, counted up with each change of what one of them has to know of the
 other. 1, which reports no number: /rltool/finish_weight_update leaves the engine paused. 2: an adapter comes into
 its place by /rltool/publish_adapter, and since by /rltool/prefetch. 3: sharded
-transfers. 4: /generate streams."""
+transfers. 4: /generate streams. 5: sharded transfers over NCCL, CUDA IPC and disk."""
 
 
 async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:

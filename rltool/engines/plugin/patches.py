@@ -1,6 +1,6 @@
-"""What `register` changes in vLLM's processes: a server on the CPU waits without taking a core and starts with one
-import of vLLM, and the prefix cache is dropped without a look at every block of the KV cache."""
-
+"""What is changed in vLLM's processes. By `register`: a server on the CPU waits without taking a core and starts with
+one import of vLLM, and the prefix cache is dropped without a look at every block of the KV cache. By the workers'
+extension: experts take adapters on the CPU."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rltool.engines.plugin.guard import KEY_FILE_VARIABLE
 BUSY_LOOP_VARIABLE = "RLTOOL_BUSY_LOOP_SECONDS"
 NAP_SECONDS = 5e-4
 FORK_VARIABLE = "RLTOOL_FORK_ENGINE_PROCESSES"
+LORA_EXPERTS_VARIABLE = "RLTOOL_LORA_EXPERTS"
 
 
 def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
@@ -134,3 +135,62 @@ def _hashed_blocks(pool: Any) -> list[Any] | None:
     for blocks in table.values():  # one, or several with equal contents by their numbers
         found.extend(blocks.values() if isinstance(blocks, dict) else (blocks,))
     return found
+
+
+def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:
+    """Let mixtures of experts take adapters on the CPU. Without the variable nothing changes. Idempotent.
+
+    With --enable-lora vLLM 0.32 takes its Triton kernels for all experts (select_unquantized_moe_backend in
+    model_executor/layers/fused_moe/oracle/unquantized.py); a CPU has neither these nor what is around them
+    (torch.ops._moe_C.moe_align_block_size, PunicaWrapperCPU.add_lora_w13). Ours are in plain torch: to test with."""
+    if LORA_EXPERTS_VARIABLE not in environment:
+        return
+    from vllm.model_executor.layers.fused_moe import modular_kernel, unquantized_fused_moe_method
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+
+    class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
+        @staticmethod
+        def _supports_activation(activation: Any) -> bool:
+            return activation in (MoEActivation.SILU, MoEActivation.GELU, MoEActivation.GELU_TANH)
+
+        @classmethod
+        def _supports_grouped_gemm(cls, moe_config: Any) -> tuple[bool, str | None]:
+            return (False, "its experts have biases") if moe_config.has_bias else (True, None)
+
+        def process_weights_after_loading(self, layer: Any) -> None:
+            """They stay as they are loaded."""
+
+        def apply(
+            self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any,
+            *_: Any, **__: Any,
+        ) -> None:  # fmt: skip
+            from rltool.engines.plugin.adapters import experts_output  # which imports the module that calls this
+
+            def activate(both: Any) -> Any:
+                inner = both.new_empty(len(both), both.shape[-1] // 2)
+                self.activation(activation, inner, both)
+                return inner
+
+            chosen = (topk_weights, topk_ids)
+            output.copy_(experts_output(self._lora_context, hidden_states, (w1, w2), chosen, activate))
+
+    method: Any = unquantized_fused_moe_method
+    select = method.select_unquantized_moe_backend
+    if getattr(select, "rltool", False):
+        return
+
+    def select_backend(moe_config: Any) -> Any:
+        if not moe_config.is_lora_enabled:
+            return select(moe_config)
+        plain = modular_kernel.FusedMoEActivationFormat.Standard
+        able, why = LoraExperts.is_supported_config(LoraExperts, moe_config, None, None, plain)
+        if not able:
+            raise ValueError(f"--enable-lora on the CPU, rltool's experts: {why}; start the server without adapters")
+        return UnquantizedMoeBackend.CPU, LoraExperts
+
+    patched = cast(Any, select_backend)
+    patched.rltool = True
+    method.select_unquantized_moe_backend = patched

@@ -26,12 +26,12 @@ from rltool.engines.plugin.channels import (
     GlooChannel,
     IpcChannel,
     NcclChannel,
-    ShardedGlooChannel,
     read_bucket_file,
     receive_bytes,
 )
 from rltool.engines.plugin.loading import Loader, WeightUpdateError
 from rltool.engines.plugin.prefetch import NotFetched, Prefetcher, Prepare
+from rltool.engines.plugin.sharded import ShardedChannel, open_shards
 from rltool.engines.transfer import ipc
 from rltool.engines.types import Bucket, TensorMeta
 
@@ -39,11 +39,15 @@ NEEDED = {
     "gloo": ("address", "port", "group", "timeout_seconds"),
     "gloo-sharded": ("stores", "group", "timeout_seconds"),
     "nccl": ("unique_id", "nccl_version", "timeout_seconds"),
+    "nccl-sharded": ("stores", "unique_id", "nccl_version", "timeout_seconds"),
     "ipc": ("handles",),
+    "ipc-sharded": ("stores", "timeout_seconds"),
     "disk": (),
+    "disk-sharded": (),
     "delta": (),
 }
-"""Transport -> the fields of its init info that must be there; with gloo, sharded or not, and nccl a rank as well."""
+"""Transport -> the fields of its init info that must be there; of those with RANKED a rank as well."""
+RANKED = ("gloo", "gloo-sharded", "nccl", "nccl-sharded", "ipc-sharded")
 
 
 @dataclass
@@ -68,7 +72,7 @@ class InitInfo(WeightTransferInitInfo):
         for name in NEEDED[self.transport]:
             if not getattr(self, name):
                 raise ValueError(f"init info of transport {self.transport} lacks {name!r}")
-        if self.transport in ("gloo", "gloo-sharded", "nccl") and not 1 <= self.rank_offset < self.world_size:
+        if self.transport in RANKED and not 1 <= self.rank_offset < self.world_size:
             raise ValueError(f"rank_offset {self.rank_offset} does not lie within 1 and world_size {self.world_size}")
 
 
@@ -113,7 +117,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(*args, **kwargs)
         self._transport: str | None = None
         self._channel: FlatChannel | None = None
-        self._shards: ShardedGlooChannel | None = None
+        self._shards: ShardedChannel | None = None
         self.prefetcher = Prefetcher(pin=self.device.type != "cpu")
         self.placing: Placing | None = None
         """Of the adapter that was asked for last."""
@@ -138,20 +142,6 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 group=init_info.group,
                 timeout_seconds=init_info.timeout_seconds,
             )
-        elif init_info.transport == "gloo-sharded":
-            self._shards = ShardedGlooChannel(
-                [(address, port) for address, port in init_info.stores],
-                worker=rank - init_info.rank_offset,
-                rank=rank,
-                world_size=init_info.world_size,
-                group=init_info.group,
-                timeout_seconds=init_info.timeout_seconds,
-            )
-            try:
-                self._shards.agree(lambda buckets: self._loader.needs(self.model, buckets))
-            except BaseException:
-                self.shutdown()
-                raise
         elif init_info.transport == "nccl":
             self._channel = NcclChannel(
                 base64.b64decode(init_info.unique_id, validate=True),
@@ -163,6 +153,9 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             )
         elif init_info.transport == "ipc":
             self._channel = IpcChannel(init_info.handles, ipc.gpu_uuid(self.device), self.device)
+        elif init_info.transport.endswith("-sharded"):
+            gpu, needs_of = partial(ipc.gpu_uuid, self.device), partial(self._loader.needs, self.model)
+            self._shards = open_shards(init_info, rank, self.device, gpu, needs_of)
         self._transport = init_info.transport
 
     def prefetch(
@@ -246,7 +239,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _receive(self, update_info: UpdateInfo) -> None:
         if self._shards is not None:
             for bucket in update_info.buckets():
-                self._loader.load_boxes(self.model, bucket, self._shards.receive_boxes(bucket))
+                boxes = self._shards.receive_boxes(bucket, update_info.path)
+                self._loader.load_boxes(self.model, bucket, boxes)
             return
         if self._channel is None:
             raise WeightUpdateError("no transfer group is open: /init_weight_transfer_engine comes first")

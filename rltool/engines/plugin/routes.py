@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qs
 
-from rltool.engines.plugin.workers import ask_workers, failure_in
+from rltool.engines.plugin.worker import ask_workers, failure_in
 
 logger = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from rltool.engines.plugin.routes import (
     prefetch,
     update_weights,
 )
-from rltool.engines.plugin.workers import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers
+from rltool.engines.plugin.worker import WEIGHT_ROUTES, ask_workers, failure_in, hear_all_workers
 from rltool.engines.types import BOOT_ID_HEADER, INCOMPLETE_VERSION
 
 RELOAD_PATH = "/rltool/reload_weights"

@@ -3,6 +3,11 @@ finish, and weights that are fetched beside generation.
 
 vLLM's worker refuses to start or to shut down while an update is active, and a failed finish leaves it active for ever;
 a trainer that died between two buckets would leave the engine useless.
+
+And how the server asks all of its workers. AsyncLLM.collective_rpc answers for the first of several data-parallel
+replicas alone, and where a worker raises, the replies of the workers behind it stay in their queues (get_response in
+v1/executor/multiproc_executor.py of 0.32): each later answer of theirs is the one before it. So our methods answer with
+a text in place of raising, and all are heard; vLLM's own weight methods are called through one of ours.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ import logging
 import os
 from collections.abc import Callable
 from typing import Any
+
+from rltool.engines.plugin.patches import experts_with_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +32,8 @@ if os.environ.get(FP8_VARIABLE):
     from rltool.engines.plugin.reload import Fp8Loader
 
     register_model_loader(FP8_FORMAT)(Fp8Loader)
+
+experts_with_adapters()
 
 
 class WeightUpdateRecovery:
@@ -141,7 +150,7 @@ class WeightUpdateRecovery:
 
 
 def _failure_of(act: Callable[[], object]) -> str:
-    """As text: see rltool.engines.plugin.workers."""
+    """As text."""
     from rltool.engines.plugin.loading import WeightUpdateError
     from rltool.engines.plugin.prefetch import NotFetched
 
@@ -153,3 +162,50 @@ def _failure_of(act: Callable[[], object]) -> str:
         logger.exception("a question of the trainer's failed")
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+WEIGHT_METHODS = frozenset(
+    {
+        "init_weight_transfer_engine",
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "shutdown_weight_transfer_engine",
+    }
+)
+"""Of vLLM's workers. Each is a route of vllm/entrypoints/rl/online as well."""
+WEIGHT_ROUTES = frozenset(f"/{method}" for method in WEIGHT_METHODS)
+
+
+async def ask_workers(engine_client: Any, method: str, *args: Any) -> list[Any]:
+    """The answer of every worker of every replica. engine_client: vLLM's AsyncLLM."""
+    ask_all = getattr(getattr(engine_client, "engine_core", None), "call_utility_all_async", None)
+    if ask_all is None:  # another vLLM
+        return await engine_client.collective_rpc(method, args=args)
+    replicas = await ask_all("collective_rpc", method, None, args, None)
+    return [answer for answers in replicas for answer in answers]
+
+
+def failure_in(answers: list[str]) -> str:
+    """What workers answered that "" is not; "": all is well."""
+    return "; ".join(sorted({answer for answer in answers if answer}))
+
+
+def hear_all_workers(engine_client: Any) -> None:
+    """From now on WEIGHT_METHODS that a worker refuses raise RuntimeError with all of their errors, when all have
+    answered. Idempotent. engine_client: vLLM's AsyncLLM, whose weight methods go through its collective_rpc."""
+    if "collective_rpc" in vars(engine_client):
+        return
+    ask_others = engine_client.collective_rpc
+
+    async def collective_rpc(
+        method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if method not in WEIGHT_METHODS:
+            return await ask_others(method, timeout, args, kwargs)
+        answers = await ask_workers(engine_client, "rltool_call", method, args, kwargs or {})
+        if failure := failure_in(answers):
+            raise RuntimeError(failure)
+        return [None] * len(answers)
+
+    engine_client.collective_rpc = collective_rpc

@@ -1,4 +1,5 @@
-"""CUDA IPC through ctypes: memory of one process that others on the same GPU open by a handle of 64 bytes.
+"""CUDA IPC through ctypes: memory of one process that others on the same host open by a handle of 64 bytes, on the same
+GPU or, where the two have peer access, on another.
 
 The memory is plain cudaMalloc's: torch's allocator cannot export its own with expandable segments, which the trainer
 uses. Handles travel as base64, so nothing is unpickled. A process opens a handle once at a time, and never its
@@ -12,6 +13,7 @@ from __future__ import annotations
 import base64
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,17 +61,18 @@ class ExportedBuffer:
 
 
 class OpenedBuffer:
-    """Another process's memory on `device`. Raises IpcError where it cannot be opened, ValueError for no handle."""
+    """Another process's memory on `device`, or, with `peer`, on another GPU, which `device` reaches. Raises IpcError
+    where it cannot be opened, ValueError for no handle."""
 
-    def __init__(self, handle: str, device: torch.device) -> None:
-        self._device, self._address = device, ctypes.c_void_p()
+    def __init__(self, handle: str, device: torch.device, *, peer: bool = False) -> None:
+        self._device, self._address, self._peer = device, ctypes.c_void_p(), peer
         raw = _Handle.from_buffer_copy(base64.b64decode(handle, validate=True))
         with torch.cuda.device(device):
             _call("cudaIpcOpenMemHandle", ctypes.byref(self._address), raw, ctypes.c_uint(LAZY_PEER_ACCESS))
 
     def flat(self, size: int) -> Tensor:
         """Its first bytes: [size] uint8, not to be used after `close`."""
-        return _as_tensor(self._address, size, self._device)
+        return (peer_tensor if self._peer else _as_tensor)(self._address, size, self._device)
 
     def close(self) -> None:
         """Idempotent."""
@@ -85,6 +88,11 @@ def gpu_uuid(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def host_id() -> str:
+    """The same in all processes of a host."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 class _Memory:
     """https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html, of memory that another object owns."""
 
@@ -98,6 +106,13 @@ def _as_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> Ten
     if size == 0:
         return torch.empty(0, dtype=torch.uint8, device=device)
     return torch.as_tensor(_Memory(address, size), device=device)
+
+
+def peer_tensor(address: ctypes.c_void_p, size: int, device: torch.device) -> Tensor:
+    """[size] uint8 that torch takes for memory of `device`, whose kernels reach it. Asked where it is, as `_as_tensor`
+    has it asked, CUDA would name the other GPU, which this process may not even see."""
+    seen = torch.empty(0, dtype=torch.uint8, device=device)  # whose device has an index
+    return seen.set_(torch._C._construct_storage_from_data_pointer(address.value or 0, seen.device, size))
 
 
 @cache

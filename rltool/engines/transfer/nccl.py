@@ -16,7 +16,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -61,6 +61,10 @@ class CommConfig(ctypes.Structure):
     ]
 
 
+Message = tuple[torch.Tensor, int]
+"""[bytes] uint8 on the communicator's device, contiguous; and the rank that it goes to or comes from."""
+
+
 class NcclLibrary:
     """The functions of one libnccl.
 
@@ -91,6 +95,10 @@ class NcclLibrary:
         self._bind("ncclCommAbort", pointer)
         self._bind("ncclBroadcast", pointer, pointer, size, integer, integer, pointer, pointer)
         self._bind("ncclAllReduce", pointer, pointer, size, integer, integer, pointer, pointer)
+        for name in ("ncclSend", "ncclRecv"):
+            self._bind(name, pointer, size, integer, integer, pointer, pointer)
+        for name in ("ncclGroupStart", "ncclGroupEnd"):
+            self._bind(name)
         self._bind("ncclGetErrorString", integer, returns=ctypes.c_char_p)
         self._bind("ncclGetLastError", pointer, returns=ctypes.c_char_p)
 
@@ -155,6 +163,19 @@ class NcclLibrary:
         result = self._lib.ncclAllReduce(pointer, pointer, num_floats, FLOAT32, SUM, comm, stream)
         self.check(result, "ncclAllReduce")
 
+    def exchange(self, comm: int, sends: Sequence[Message], receives: Sequence[Message], stream: int) -> None:
+        """All of them as one group: none waits for another."""
+        lib = self._lib
+        self.check(lib.ncclGroupStart(), "ncclGroupStart")
+        try:
+            for call, messages in ((lib.ncclSend, sends), (lib.ncclRecv, receives)):
+                for flat, peer in messages:
+                    result = call(flat.data_ptr(), flat.numel(), UINT8, peer, comm, stream)
+                    self.check(result, call.__name__)
+        finally:
+            ended = lib.ncclGroupEnd()  # or this thread's next call would still be in the group
+        self.check(ended, "ncclGroupEnd")
+
 
 def version_text(version: int) -> str:
     """NCCL 2.29.7 for 22907."""
@@ -198,10 +219,12 @@ class DeviceQueue:
 
 
 class Work:
-    """One broadcast. It keeps its buffer; `wait` before the buffer is used again."""
+    """One broadcast, or messages that go together. It keeps their buffers; `wait` before these are used again."""
 
-    def __init__(self, communicator: Communicator, done: Callable[[], bool], flat: torch.Tensor, what: str) -> None:
-        self._communicator, self._done, self._flat, self._what = communicator, done, flat, what
+    def __init__(
+        self, communicator: Communicator, done: Callable[[], bool], flats: Sequence[torch.Tensor], what: str
+    ) -> None:
+        self._communicator, self._done, self._flats, self._what = communicator, done, flats, what
         self._is_in_flight = True
         communicator.in_flight += 1
         self._watchdog = communicator.watch(what, communicator.in_flight, done)
@@ -279,7 +302,16 @@ class Communicator:
         self._enqueue(
             lambda comm: self._library.broadcast(comm, flat.data_ptr(), flat.numel(), root, self._queue.handle)
         )
-        return Work(self, self._queue.mark(), flat, f"a broadcast of {flat.numel()} bytes")
+        return Work(self, self._queue.mark(), (flat,), f"a broadcast of {flat.numel()} bytes")
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Work:
+        """Enqueue messages to and from other ranks, as `broadcast` does; those between two ranks are in the same order
+        on both."""
+        flats = [flat for flat, _ in (*sends, *receives)]
+        assert all(flat.dtype == torch.uint8 and flat.is_contiguous() for flat in flats)
+        self._queue.follow()
+        self._enqueue(lambda comm: self._library.exchange(comm, sends, receives, self._queue.handle))
+        return Work(self, self._queue.mark(), flats, f"messages of {sum(flat.numel() for flat in flats)} bytes")
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         """Poll `done`; NcclError, with the communicator aborted, when it fails or `seconds` have passed."""

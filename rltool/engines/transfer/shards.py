@@ -36,6 +36,26 @@ def sends_key(worker: int) -> str:
     return f"sends/{worker}"
 
 
+def read_key(worker: int) -> str:
+    """Key in a rank's store that says that a worker knows why there is no plan."""
+    return f"read/{worker}"
+
+
+UNIQUE_ID = "unique_id"
+"""Key in a rank's store, over NCCL: the unique id of the one communicator, in base64."""
+MEMORY = "memory"
+"""Key in a rank's store, over CUDA IPC: the rank's Memory, as `memory_text` writes it."""
+LIES = "lies"
+"""Key in a rank's store, over CUDA IPC: what lies in that memory, of each bucket, as `lies_text` writes it."""
+INDEX = "slices.index.json"
+"""File of a version on disk: what each rank has written, as `index_text` writes it."""
+
+
+def reach_key(worker: int) -> str:
+    """Key in a rank's store, over CUDA IPC: the ranks whose memory a worker can open, as `reach_text` writes them."""
+    return f"reach/{worker}"
+
+
 class ShardError(ValueError):
     """The two layouts do not fit together; the message has the tensor."""
 
@@ -98,15 +118,21 @@ Sends = list[list[Piece]]
 """From one rank to one worker: the pieces of each bucket, in the order in which they travel."""
 
 
+Reach = Mapping[int, int]
+"""Of one worker: how far each rank is that it can be sent to from."""
+
+
 def plan_shards(
-    buckets: Sequence[Bucket], held: Mapping[str, Sequence[Held]], needs: Sequence[Needs], ranks: int
-) -> dict[tuple[int, int], Sends]:
+    buckets: Sequence[Bucket], held: Mapping[str, Sequence[Held]], needs: Sequence[Needs], ranks: int,
+    reach: Sequence[Reach] | None = None,
+) -> dict[tuple[int, int], Sends]:  # fmt: skip
     """(rank, worker) -> what travels between them.
 
-    held: by tensor, boxes that do not overlap; needs: of each worker. What several ranks hold is sent by the one that
-    has sent the fewest bytes so far, of these the first, in pieces of CHUNK_BYTES. Every element that a worker needs
-    comes once for each of its boxes. A pure function, so that all ranks make the same plan without talking. Raises
-    ShardError for a box that no rank holds, or none holds in whole.
+    held: by tensor, boxes that do not overlap; needs: of each worker; reach: of each worker, None: all ranks are as
+    near. What several ranks hold is sent by the nearest, of these by the one that has sent the fewest bytes so far, of
+    these by the first, in pieces of CHUNK_BYTES. Every element that a worker needs comes once for each of its boxes. A
+    pure function, so that all ranks make the same plan without talking. Raises ShardError for a box that no rank holds,
+    none holds in whole, or none that the worker reaches.
     """
     plan: dict[tuple[int, int], Sends] = {
         (rank, worker): [[] for _ in buckets] for rank in range(ranks) for worker in range(len(needs))
@@ -125,8 +151,9 @@ def plan_shards(
                         if (part := box.overlap(source.box)) is None:
                             continue
                         covered += part.elements
-                        for chunk in _chunks(part, source.ranks, itemsize):
-                            rank = min(source.ranks, key=lambda r: (sent[r], r))
+                        nearest = source.ranks if reach is None else _nearest(meta.name, source.ranks, reach[worker])
+                        for chunk in _chunks(part, nearest, itemsize):
+                            rank = min(nearest, key=lambda r: (sent[r], r))
                             sent[rank] += chunk.elements * itemsize
                             plan[rank, worker][number].append(Piece(meta.name, index, chunk))
                     if covered != box.elements:
@@ -135,6 +162,16 @@ def plan_shards(
                             f"{covered} of {box.elements} elements"
                         )
     return plan
+
+
+def _nearest(name: str, ranks: Sequence[int], reach: Reach) -> Sequence[int]:
+    least = min((reach[rank] for rank in ranks if rank in reach), default=None)
+    if least is None:
+        raise ShardError(
+            f"{name}: an engine's worker needs what rank {', '.join(map(str, ranks))} holds, on another host, whose "
+            'memory CUDA IPC does not reach: set weights.transport = "gloo"'
+        )
+    return [rank for rank in ranks if reach.get(rank) == least]
 
 
 def _chunks(part: Box, ranks: Sequence[int], itemsize: int) -> list[Box]:
@@ -147,6 +184,11 @@ def _chunks(part: Box, ranks: Sequence[int], itemsize: int) -> list[Box]:
 def message_metas(pieces: Sequence[Piece], dtypes: Mapping[str, str]) -> Bucket:
     """What a message of these pieces holds, back to back. dtypes: by tensor."""
     return tuple(TensorMeta(piece.name, dtypes[piece.name], piece.box.shape) for piece in pieces)
+
+
+def boxes_metas(boxes: Mapping[str, Box], dtypes: Mapping[str, str]) -> Bucket:
+    """What lies back to back: a box of each of these tensors. dtypes: by tensor."""
+    return tuple(TensorMeta(name, dtypes[name], box.shape) for name, box in boxes.items())
 
 
 def sends_bytes(sends: Sends, dtypes: Mapping[str, str]) -> int:
@@ -208,7 +250,86 @@ def parse_sends(text: str | bytes) -> Sends:
     found = json.loads(text)
     if found["error"]:
         raise ShardError(found["error"])
-    return [[Piece(name, need, _box(*box)) for name, need, box in pieces] for pieces in found["sends"]]
+    return _sends(found["sends"])
+
+
+class Memory(NamedTuple):
+    """That a rank shares by CUDA IPC. gpu: its UUID; host: ipc.host_id; handle: of ipc.ExportedBuffer."""
+
+    gpu: str
+    host: str
+    handle: str
+
+
+def memory_text(memory: Memory) -> str:
+    return json.dumps(memory)
+
+
+def parse_memory(text: str | bytes) -> Memory:
+    return Memory(*json.loads(text))
+
+
+Lies = Sequence[Mapping[str, Box]]
+"""Of each bucket what lies in a rank's memory, or in its file, by the tensor's name, in order."""
+
+
+def lies_text(lies: Lies) -> str:
+    return json.dumps([list(bucket.items()) for bucket in lies])
+
+
+def parse_lies(text: str | bytes) -> Lies:
+    return [{name: _box(*box) for name, box in bucket} for bucket in json.loads(text)]
+
+
+def reach_text(reach: Reach) -> str:
+    return json.dumps(list(reach.items()))
+
+
+def parse_reach(text: str | bytes) -> Reach:
+    return dict(json.loads(text))
+
+
+# -- as files
+
+
+def written(buckets: Sequence[Bucket], held: Mapping[str, Sequence[Held]], ranks: int) -> list[Sends]:
+    """What each rank writes, so that all is there once."""
+    everything = {meta.name: [Box.whole(meta.shape)] for bucket in buckets for meta in bucket}
+    planned = plan_shards(buckets, held, [everything], ranks)
+    return [planned[rank, 0] for rank in range(ranks)]
+
+
+def held_in_files(files: Sequence[Sends]) -> dict[str, list[Held]]:
+    """By the tensor's name; files: of each rank."""
+    found: dict[str, list[Held]] = {}
+    for rank, sends in enumerate(files):
+        for piece in (piece for pieces in sends for piece in pieces):
+            found.setdefault(piece.name, []).append(Held(piece.box, (rank,)))
+    return found
+
+
+def slices_file(rank: int, ranks: int, bucket: int) -> str:
+    """Name of the safetensors file of a rank's part of a bucket."""
+    return f"slices-{rank:05d}-of-{ranks:05d}-{bucket:05d}.safetensors"
+
+
+def slice_key(name: str, box: Box) -> str:
+    """Under which a box of a tensor stands in such a file."""
+    return f"{name}@{'.'.join(map(str, box.start))}"
+
+
+def index_text(buckets: Sequence[Bucket], files: Sequence[Sends]) -> str:
+    """files: what each rank has written."""
+    return json.dumps({"buckets": json.loads(buckets_text(buckets)), "files": files})
+
+
+def parse_index(text: str | bytes) -> tuple[list[Bucket], list[Sends]]:
+    found = json.loads(text)
+    return parse_buckets(json.dumps(found["buckets"])), [_sends(each) for each in found["files"]]
+
+
+def _sends(found: Any) -> Sends:
+    return [[Piece(name, need, _box(*box)) for name, need, box in pieces] for pieces in found]
 
 
 def _box(start: Any, shape: Any) -> Box:

@@ -12,6 +12,16 @@ gloo-sharded
     Then all agree through these stores, with what rltool.engines.transfer.shards writes: each rank has put the buckets
     there, a worker puts what it needs of them into each store, and each rank what it sends to each worker. A bucket is
     announced as with gloo, and travels as one message of uint8 (tag 0) from each rank that has pieces for a worker.
+nccl-sharded
+    The same, with unique_id and nccl_version as with nccl: worker 0 puts the unique id into each rank's store, and all
+    ranks and workers join one communicator, the ranks first. One update info announces several buckets.
+ipc-sharded
+    They agree as with gloo-sharded. Each rank has put into its store a handle of its memory and what lies there of each
+    bucket, and each worker which ranks it reaches. An update info means that the bucket lies in the memory of all
+    ranks, where it stays until the request is answered.
+disk-sharded
+    Init info {transport: "disk-sharded"}. Update info has the absolute `path` of a version's directory, which holds
+    shards.INDEX and, of each rank and bucket, shards.slices_file.
 nccl
     Init info {transport: "nccl", unique_id, nccl_version, rank_offset, world_size, timeout_seconds}: the unique id that
     the trainer has minted, in base64, and the version of its library, which must be the engine's. Both sides call

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,13 +18,15 @@ from rltool.engines.client import EngineClient
 from rltool.engines.delta.store import open_store
 from rltool.engines.dialects import supported
 from rltool.engines.dialects.sampling_mask import logprobs_of
-from rltool.engines.dialects.table import controls, dialect
+from rltool.engines.dialects.table import adapts, controls, dialect
 from rltool.engines.endpoints import EngineEndpoint, KeyUnreadable, ModelEndpoints, resolve
 from rltool.engines.fleet.lease import leased_to_another
 from rltool.engines.types import EngineInfo
 from rltool.engines.weight_version import BadWeightVersion, WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, RltoolError, UsageError
+from rltool.models.adapters import adapters_of
 from rltool.models.quantized import AS_BFLOAT16, is_fp8, is_mxfp4
+from rltool.models.registry import family_for, read_hf_config
 from rltool.models.rope import longest_of
 from rltool.rollout.serving.router_members import foreign_workers, refusal
 from rltool.router.workers import list_workers
@@ -124,8 +127,9 @@ def probe_fleet(
         raise (EnginesAway if are_away else UsageError)(
             f"{given}: "
             + "\n".join(f"{endpoint.url}: {error}" for endpoint, error in failed.items())
-            + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), and is this where they "
-            "listen? A bare HOST:PORT that demands a key needs engines.api_key_file."
+            + "\nAre they running (`rltool status`; `rltool serve-engines` starts them), is this where they listen, "
+            f"and does a firewall let host {socket.gethostname()} through? A bare HOST:PORT that demands a key needs "
+            "engines.api_key_file."
         )
     return ProbedFleet(
         endpoints.model_copy(update={"engines": tuple(e.probed(info) for e, info in found.items())}),
@@ -269,8 +273,8 @@ def check_router(fleet: ProbedFleet, config: TrainConfig, *, may_be_down: bool =
             return
         raise UsageError(
             f"{error}\nThe router's list of workers is compared with the engines of the run, so that no request goes "
-            "to an engine with other weights: is a sglang-router running there (`rltool router list`)? Without a "
-            "router train asks the engines directly"
+            "to an engine with other weights: is a sglang-router running there (`rltool router list`), and does a "
+            f"firewall let host {socket.gethostname()} through? Without a router train asks the engines directly"
         ) from error
     if foreign and config.engines.foreign_workers == "refuse":
         raise UsageError(refusal(router.url, foreign))
@@ -367,6 +371,8 @@ def _weight_problems(
     if config.weights.lora_sync == "adapter":
         slots = config.rollout.max_staleness + EXTRA_SLOTS
         unfit = adapter_obstacle(info, config.lora.rank, slots)
+        if unfit is None:
+            unfit = _no_expert_adapters(info, config)
         if unfit is None and engine.role != "regular":
             unfit = 'is half of a pair, to which adapters are not sent: set weights.lora_sync to "merged"'
         if unfit is not None:
@@ -376,6 +382,19 @@ def _weight_problems(
     except UsageError as error:
         return [str(error)]
     return []
+
+
+def _no_expert_adapters(info: EngineInfo, config: TrainConfig) -> str | None:
+    why = adapts(info.dialect, plugin=info.plugin).no_expert_adapters(info)
+    if why is None:
+        return None
+    family = family_for(read_hf_config(config.model.path), config.model.family)
+    if all(each.base.expert is None for each in adapters_of(family, config.lora.rank, config.lora.targets)):
+        return None
+    return (
+        f"was to get adapters of experts, which lora.targets gives {family.architecture}, and {why}; or leave them "
+        'out, such as with lora.targets = ["qkv", "proj"], or set weights.lora_sync to "merged"'
+    )
 
 
 def of_text(config: dict[str, Any]) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def check_model(config: TrainConfig) -> None:
     if trainer.router_bias_update_rate:
         check_router_bias(family)
     if config.lora.rank:
-        check_adapters(family, config.lora, alone=config.weights.lora_sync == "adapter")
+        check_adapters(family, config.lora)
     if config.model.teacher_path is not None:
         check_teacher(family, config.model.path, config.model.teacher_path)
     if config.critic.path is not None:
@@ -151,16 +151,9 @@ def check_model(config: TrainConfig) -> None:
         )
 
 
-def check_adapters(family: Family, lora: LoraConfig, *, alone: bool = False) -> None:
-    """The model has what lora.targets names, and lora.init holds adapters of these. Reads no tensor. alone: they are
-    sent without the model."""
+def check_adapters(family: Family, lora: LoraConfig) -> None:
+    """The model has what lora.targets names, and lora.init holds adapters of these. Reads no tensor."""
     adapted = adapters_of(family, lora.rank, lora.targets)
-    if alone and any(each.base.expert is not None for each in adapted):
-        raise UsageError(
-            f'weights.lora_sync = "adapter": adapters of experts, which lora.targets gives {family.architecture}, are '
-            "not sent alone (no engine was seen to sample with them); leave them out, such as with lora.targets = "
-            '["qkv", "proj"], or leave weights.lora_sync at "merged"'
-        )
     if lora.init is None:
         return
     if is_peft(lora.init):

@@ -36,6 +36,7 @@ from rltool.models.memory import (
     reduced_bytes,
     training_memory,
 )
+from rltool.training.cluster.placement import check_reach
 
 LAYOUT_KEYS = frozenset(
     f"trainer.{key}"
@@ -241,6 +242,12 @@ def plan_cluster(
                 f"engines: {engines.bytes.weights / engines.gpus / GIB:.1f} GiB of weights on each GPU leave no room "
                 f"for a cache in {cluster.gpu_bytes / GIB:.0f} GiB: more GPUs an engine (engines.groups: tp)"
             )
+    if shared and trainer is not None:
+        try:
+            nodes = [str(rank // per_host) for rank in range(trainer.world_size)]
+            check_reach(config.weights, trainer.layout, nodes, [[seat.node for seat in taken] for taken in seats])
+        except UsageError as error:
+            problems.append(str(error))
     held = ranks if shared else ranks + len({(s.node, gpu) for taken in seats for s in taken for gpu in s.gpus})
     transport = _transport(config)
     item = 2 if config.model.dtype == "bfloat16" else 4
@@ -421,9 +428,8 @@ def _on_hosts(cluster: Cluster, ranks: int, seats: Sequence[tuple[Seat, ...]]) -
 
 
 def _transport(config: TrainConfig) -> str:
-    chosen = "gloo" if config.weights.sharded else config.weights.transport
-    if chosen != "auto":
-        return chosen
+    if config.weights.transport != "auto":
+        return config.weights.transport
     return "ipc" if config.needs_engines and config.engines.shares_gpus else "nccl"
 
 
@@ -472,7 +478,8 @@ def sync_links(
     """What a weight sync carries over each kind of link. Rank 0, on host 0, gathers the weights and sends each engine a
     copy; engines in one group with it pass it on among their GPUs (NCCL). seats: of the engines.
 
-    With weights.sharded each host of ranks sends what its ranks hold, and a host of engines gets what these store.
+    With weights.sharded each host of ranks sends what its ranks hold, and a host of engines gets what these store; over
+    CUDA IPC a worker reads at most that from other GPUs, and the store has one copy.
     Patches (weights.delta, transport delta) are of the share `changed`; versions that go whole are not counted.
     """
     weights, transport = config.weights, _transport(config)
@@ -485,7 +492,7 @@ def sync_links(
     def link(what: str, carried: float, rate: str) -> Link:
         return Link(what, int(carried), carried / (rates[rate] * 1e9))
 
-    if weights.sharded:
+    if weights.sharded and transport == "gloo":
         out = sharded_bytes(family, layout, per_host, item=item)
         most = max(out) * len(taken)
         yield link(f"out of the ranks' host that sends most, over TCP; {len(taken)} copies in all", most, "tcp")
@@ -493,13 +500,24 @@ def sync_links(
         shares = {node: sum(size * sum(s.node == node for s in seats) / len(seats) for seats in taken) for node in into}
         yield link("into the engines' host that takes most, over TCP", max(shares.values(), default=0.0), "tcp")
         return
+    if weights.sharded and transport in ("nccl", "ipc"):
+        into = size / min((sum(max(1, len(seat.gpus)) for seat in seats) for seats in taken), default=1)
+        if transport == "ipc":
+            yield link("into a worker, from other GPUs of its host at most", into, "nvlink")
+            return
+        most = max(sharded_bytes(family, layout, 1, item=item)) * len(taken)
+        what = f"out of the rank that sends most, over its network adapter; {len(taken)} copies in all"
+        yield link(what, most, "network")
+        yield link("into a worker, over its network adapter", into, "network")
+        return
     if transport == "ipc":  # a broadcast to every rank, which copies to the engine on its GPU
         hosts = -(-layout.world_size // per_host)
         yield link("weights to every rank, over a GPU's network adapter", size if hosts > 1 else 0, "network")
         yield link("weights to every rank, within its host", size if layout.world_size > 1 else 0, "nvlink")
         return
-    yield link("gathering: into rank 0 from other hosts", far, "network")
-    yield link("gathering: into rank 0 from its own host", near, "nvlink")
+    if not weights.sharded:
+        yield link("gathering: into rank 0 from other hosts", far, "network")
+        yield link("gathering: into rank 0 from its own host", near, "nvlink")
     if transport == "nccl":
         away = len(taken) - here
         yield link(f"out of rank 0's network adapter, {away} copies", sent * away, "network")

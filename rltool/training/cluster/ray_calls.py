@@ -25,7 +25,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from rltool.errors import PartLost, RltoolError, RunFault
+from rltool.errors import HostLost, PartLost, RltoolError, RunFault
 
 Waiting = Callable[[float], None]
 """Called now and then during a wait, with the seconds so far; what it raises ends the wait."""
@@ -53,13 +53,17 @@ _EXIT_DETAIL = re.compile(r"Worker exit detail: (.*?)(There are some potential|S
 """Ray's text on a process that ended by itself or was killed; it goes on with guesses, several lines of them."""
 
 
+_NODE_DIED = re.compile(r"because its node has died.*?node was terminated[^:]*: *([^.\n]*)", re.DOTALL)
+"""In Ray's text: the host of an actor is gone; why Ray thinks so."""
+
 _CALL = re.compile(r"ray::(?:\w+\.)?(\w+)\(\)")
 """In Ray's text on what an actor raised: the method that was called."""
 
 
 @dataclass
 class Loss:
-    """Of a process of Ray's, without which some calls are never answered. text: for people, None while all live.
+    """Of a process of Ray's, without which some calls are never answered. text: for people, None while all live; kind:
+    of the error.
 
     The main thread's wait, or its next one, raises PartLost of it. Once: what closes the run may still ask actors.
     look: writes text where such a process has ended, and returns its name; asked before another's death is reported,
@@ -67,17 +71,18 @@ class Loss:
     """
 
     text: str | None = None
+    kind: type[PartLost] = PartLost
     was_raised: bool = False
     look: Callable[[], object] | None = None
 
     def raise_once(self) -> None:
         if self.text is not None and not self.was_raised and threading.current_thread() is threading.main_thread():
             self.was_raised = True
-            raise PartLost(self.text)
+            raise self.kind(self.text)
 
 
 LOSS = Loss()
-"""Of the Ray that this process is connected with: there is one at most. training.ray_start.RayWatch writes it."""
+"""Of the Ray that this process is connected with: there is one at most. A watch (ray_start.py) writes it."""
 
 
 class DeadlinePassed(RunFault):
@@ -182,8 +187,10 @@ def _look_for_a_loss() -> None:
     LOSS.raise_once()
 
 
-def rank_names(count: int) -> list[str]:
-    return [f"trainer rank {rank}" for rank in range(count)]
+def rank_names(count: int, hosts: Sequence[str] = ()) -> list[str]:
+    """hosts: of each rank; they are named where there are several."""
+    named = hosts if len(set(hosts)) > 1 else ()
+    return [f"trainer rank {rank}{f' on host {named[rank]}' if named else ''}" for rank in range(count)]
 
 
 def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseException:
@@ -214,7 +221,13 @@ def cause(failures: Mapping[str, BaseException], silent: Sequence[str]) -> BaseE
             "--resume`"
         )
     ours = unwrapped(error)
-    return ours if isinstance(ours, RltoolError) else PartLost(f"{name} lost its connection to another rank: {said}")
+    if isinstance(ours, RltoolError):
+        return ours
+    who = f"{_listed(failures)} lost the connection between them" if len(failures) > 1 else f"{name} lost a peer"
+    return PartLost(
+        f"{who}: {said}. Does the network between their hosts pass what ranks send (docs/hosts.md)? How long they wait "
+        "for each other is trainer.rendezvous_timeout. Go on with `rltool train --resume`"
+    )
 
 
 def has_died(error: BaseException) -> bool:
@@ -264,11 +277,28 @@ def _failures(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseExceptio
 def _died(name: str, error: BaseException) -> PartLost:
     text = str(error)
     pid = re.search(r"pid[:=]\s*(\d+)", text)
+    if (lost := _NODE_DIED.search(text)) is not None or isinstance(error, NodeDiedError):
+        return _host_lost(name, text, lost[1].strip() if lost is not None else "")
     who = f"{name} (pid {pid[1]})" if pid else name
     detail = _EXIT_DETAIL.search(text)
     if detail:
         text = f"{detail[1].strip()} It was killed (by the kernel for memory? see `dmesg`), or crashed"
     return PartLost(f"{who} died: {text}. See its log (`rltool logs`); go on with `rltool train --resume`")
+
+
+def _host_lost(name: str, text: str, why: str) -> HostLost:
+    address = re.search(r"\bip: (\S+)", text)
+    return HostLost(
+        f"{name} was lost with its host{f', {address[1]}' if address else ''}: from Ray's head at {_head()} that is "
+        f"gone{f' ({why})' if why else ''}. Either the host went down, or the network between the two. Go on with "
+        "`rltool train --resume` on the hosts that are left (trainer.world_size), or join it again: `ray stop --force` "
+        "and `ray start` there"
+    )
+
+
+def _head() -> str:
+    # Asked by a process that is not connected, get_runtime_context starts a Ray.
+    return ray.get_runtime_context().gcs_address if ray.is_initialized() else "its address"
 
 
 def _out_of_memory(name: str, error: BaseException) -> PartLost:

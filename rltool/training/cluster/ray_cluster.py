@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -25,14 +24,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 import rltool
 from rltool.config.sections import RayConfig
 from rltool.engines.launch.plan import Host
-from rltool.errors import PartLost, RltoolError, UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.processes.environment import environment
 from rltool.processes.leftovers import remove_abandoned, temporary_directory
 from rltool.terminal import write_line
 from rltool.training.cluster.devices import visible_gpus
 from rltool.training.cluster.placement import PlacementPlan
 from rltool.training.cluster.ray_calls import LOSS, Waiting
-from rltool.training.cluster.ray_start import RayWatch, children, end_children, start_ray, watched_processes
+from rltool.training.cluster.ray_start import HeadWatch, RayWatch, children, end_children, start_ray, watched_processes
 
 LOOPBACK = "127.0.0.1"
 NICENESS = "RAY_worker_niceness"
@@ -63,11 +62,16 @@ def ray_cluster(
     """
     if config.address is not None:
         _connect(config.address, preflight)
+        head = HeadWatch(ray.get_runtime_context().gcs_address)
         try:
             check_versions()
             yield
         finally:
-            ray.shutdown()
+            head.close()
+            if LOSS.text is None:
+                ray.shutdown()
+            else:
+                _leave_lost()
         return
     cpus = config.num_cpus or max(1.0, plan.total("CPU"))
     # Ray calls home by default; a training run must not.
@@ -89,7 +93,10 @@ def ray_cluster(
             if LOSS.text is None:
                 ray.shutdown()
             else:
-                _leave_lost(before)
+                _leave_lost()
+                ended = threading.Event()
+                ended.set()
+                end_children(before, ended)
 
 
 @contextmanager
@@ -107,7 +114,7 @@ def _ray_files(logs: Path | None) -> Iterator[Path]:
             raise
 
 
-def _leave_lost(before: set[psutil.Process]) -> None:
+def _leave_lost() -> None:
     """A Ray that has lost a process of its own: asked to shut down, it would wait for that a minute, and then end this
     process; not asked, its library crashes in the end of the interpreter. So there is none: the last line of `rltool`
     is printed by then."""
@@ -115,12 +122,9 @@ def _leave_lost(before: set[psutil.Process]) -> None:
     def leave() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(PartLost.exit_code)
+        os._exit(LOSS.kind.exit_code)
 
     atexit.register(leave)
-    ended = threading.Event()
-    ended.set()
-    end_children(before, ended)
 
 
 def _variables(gpus: Sequence[int]) -> dict[str, str]:
@@ -228,9 +232,9 @@ def _connect(address: str, preflight: float) -> None:
         ray.init(address=address, **_common())
     except (OSError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`)? A cluster that "
-            "demands a token wants it here as well: set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or "
-            "RAY_AUTH_TOKEN_PATH)"
+            f"--ray-address {address}: cannot connect: {error}. Is it running there (`ray status`), and does a "
+            f"firewall let host {socket.gethostname()} through? A cluster that demands a token wants it here too: set "
+            "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
         ) from error
 
 

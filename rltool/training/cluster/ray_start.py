@@ -4,6 +4,7 @@ watched while it runs."""
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from rltool.errors import PartLost, RunFault
+from rltool.errors import HostLost, PartLost, RunFault
 from rltool.training.cluster.ray_calls import LOSS, Waiting
 from rltool.training.stopping import write_at_once
 
@@ -34,6 +35,10 @@ WATCHED = {"raylet": 0.0, "gcs_server": 15.0}
 the raylet none: Ray's library ends this process from inside, within a second or two, without a word on the run. Without
 the GCS actors still answer, so engines can be left as they should be; other calls of Ray's wait a minute for it, and
 then end this process."""
+
+
+KNOCK_SECONDS, HEAD_SECONDS = 5.0, 60.0
+"""Of HeadWatch: between two attempts, and how long they may all be in vain. Ray gives up nodes after as long."""
 
 
 class RayStartFailed(RunFault):
@@ -138,7 +143,7 @@ class RayWatch:
     """
 
     def __init__(self, processes: Mapping[str, psutil.Process]) -> None:
-        LOSS.text, LOSS.was_raised, LOSS.look = None, False, self._look
+        LOSS.text, LOSS.kind, LOSS.was_raised, LOSS.look = None, PartLost, False, self._look
         self._processes, self._closed = dict(processes), threading.Event()
         threading.Thread(target=self._run, name="ray-watch", daemon=True).start()
 
@@ -150,9 +155,7 @@ class RayWatch:
         while not self._closed.wait(POLL_SECONDS):
             name = self._look()
             if name is not None:
-                if not self._closed.wait(WATCHED[name]):
-                    write_at_once(f"error: {LOSS.text}\n")
-                    os._exit(PartLost.exit_code)
+                _end_after(self._closed, WATCHED[name])
                 return
 
     def _look(self) -> str | None:
@@ -165,6 +168,46 @@ class RayWatch:
                 )
                 return name
         return None
+
+
+class HeadWatch:
+    """Sees that the head of a cluster takes no connection of this host any more: its host has gone down, or the way
+    there. Ray by itself waits for minutes, and then ends this process without a word.
+
+    The rest as RayWatch. address: HOST:PORT of the GCS.
+    """
+
+    def __init__(self, address: str) -> None:
+        LOSS.text, LOSS.kind, LOSS.was_raised, LOSS.look = None, HostLost, False, None
+        self._address, self._closed = address, threading.Event()
+        threading.Thread(target=self._run, name="head-watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _run(self) -> None:
+        host, _, port = self._address.rpartition(":")
+        answered: float | None = None  # a client of Ray's (ray://) may never reach it
+        while not self._closed.wait(KNOCK_SECONDS):
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
+                answered = time.monotonic()
+            except OSError as error:
+                if answered is not None and time.monotonic() - answered > HEAD_SECONDS:
+                    LOSS.text = (
+                        f"Ray's head at {self._address} takes no connection from host {socket.gethostname()} for "
+                        f"{HEAD_SECONDS:g} s ({error}): it ended, its host went down, or the network between the "
+                        "two. Go on with `rltool train --resume` when it is there again, or on another cluster"
+                    )
+                    _end_after(self._closed, WATCHED["gcs_server"])
+                    return
+
+
+def _end_after(closed: threading.Event, seconds: float) -> None:
+    """The end of this process, with LOSS as its error, where the run has not come to its own within that time."""
+    if not closed.wait(seconds):
+        write_at_once(f"error: {LOSS.text}\n")
+        os._exit(LOSS.kind.exit_code)
 
 
 def watched_processes(before: set[psutil.Process]) -> dict[str, psutil.Process]:

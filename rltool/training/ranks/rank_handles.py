@@ -26,12 +26,14 @@ if TYPE_CHECKING:
 
 class RankHandles:
     """handles: Ray actors by rank; coordinates: of each, as `TrainerActor.start` returned them; plan: of what they
-    send."""
+    send; hosts: of each, for errors."""
 
     def __init__(
-        self, handles: Sequence[Any], coordinates: Sequence[Coordinates], sharder: Sharder, plan: ExportPlan
-    ) -> None:
+        self, handles: Sequence[Any], coordinates: Sequence[Coordinates], sharder: Sharder, plan: ExportPlan,
+        hosts: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         self._handles, self._coordinates, self._sharder = list(handles), list(coordinates), sharder
+        self._names = rank_names(len(handles), hosts)
         self.plan = plan
         self._senders: dict[str, list[int]] = {}  # of each engine, the ranks that have hosted it
 
@@ -79,13 +81,11 @@ class RankHandles:
     async def onload(self, parts: Sequence[Part]) -> None:
         await self._all([rank.onload.remote(parts) for rank in self._handles])
 
-    @staticmethod
-    async def _all(refs: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    async def _all(self, refs: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
         """All results, after every rank has ended its part: one that is left running would hold up the next training
         step. Once a rank has died there is none: then at once, and after a crash soon, as in ray_calls.get_all. ranks:
         that were asked, None: all."""
-        every = rank_names(len(refs) if ranks is None else max(ranks, default=-1) + 1)
-        names = every if ranks is None else [every[rank] for rank in ranks]
+        names = self._names if ranks is None else [self._names[rank] for rank in ranks]
         failures: dict[str, BaseException] = {}
         patience: float | None = None
         async with beside(*map(_result, refs)) as asked:

@@ -74,7 +74,7 @@ class TrainerGroup:
         name = "trainer.rendezvous_timeout and 120 s for imports:"
 
         def ask(calls: Sequence[ray.ObjectRef]) -> list[Any]:
-            return get_all(calls, deadline, name, who=rank_names(len(calls)), while_waiting=while_waiting)
+            return get_all(calls, deadline, name, who=self._names(len(calls)), while_waiting=while_waiting)
 
         self.devices = ask([rank.device.remote(self._run) for rank in self.ranks])
         check_rank_devices(self.device, self.devices)
@@ -219,7 +219,8 @@ class TrainerGroup:
     def handles(self) -> RankHandles:
         """For the rollout manager, which awaits the ranks in a weight sync."""
         assert self.export_plan is not None, "start comes first"
-        return RankHandles(self.ranks, self.coordinates, self.sharder, self.export_plan)
+        hosts = [device.host for device in self.devices]
+        return RankHandles(self.ranks, self.coordinates, self.sharder, self.export_plan, hosts)
 
     def close(self) -> None:
         """A save in flight is waited for."""
@@ -233,11 +234,14 @@ class TrainerGroup:
     def _all(self, call: Callable[[Any], ray.ObjectRef]) -> list[Any]:
         return self._get([call(rank) for rank in self.ranks])
 
+    def _names(self, count: int) -> list[str]:
+        return rank_names(count, [device.host for device in self.devices])
+
     def _get(self, refs: Sequence[ray.ObjectRef], while_waiting: Waiting | None = None) -> list[Any]:
         deadline = self.config.deadlines.step
         try:
             return get_all(
-                refs, deadline, "deadlines.step", who=rank_names(len(refs)), while_waiting=while_waiting,
+                refs, deadline, "deadlines.step", who=self._names(len(refs)), while_waiting=while_waiting,
                 lag=self.config.trainer.rendezvous_timeout,
             )  # fmt: skip
         except DeadlinePassed as error:  # a rank that hangs will not save either

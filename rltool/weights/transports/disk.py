@@ -39,7 +39,7 @@ def version_directory(root: Path, version: str) -> Path:
     return root / version.replace(":", "-")
 
 
-class _Written:
+class Written:
     def wait(self, seconds: float) -> None: ...
 
 
@@ -73,7 +73,7 @@ class DiskSender(SenderTransport):
             shutil.rmtree(left, ignore_errors=True)
         self._temporary.mkdir(parents=True)
 
-    def send(self, bucket: Bucket, flat: Tensor) -> _Written:
+    def send(self, bucket: Bucket, flat: Tensor) -> Written:
         # safetensors refuses tensors that share memory, as views of one bucket do.
         tensors = {name: tensor.clone() for name, tensor in split_flat(flat, bucket)}
         file = bucket_file(self._temporary, self._written, len(self._buckets))
@@ -82,7 +82,7 @@ class DiskSender(SenderTransport):
         except SafetensorError as error:  # a full disk is one
             raise TransportError(f"{file}: {error}") from error
         self._written += 1
-        return _Written()
+        return Written()
 
     def finish(self) -> None:
         weight_map = {

@@ -33,7 +33,9 @@ class IpcSender(SenderTransport):
         self._buffer: ipc.ExportedBuffer | None = None
         self._changed = threading.Condition()
         self._version: str | None = None  # that is being sent
-        self._count = self._filled = self._taken = 0  # its buckets: all, and how many so far
+        self._ended: str | None = None  # that was sent last
+        self._own: Sequence[int] = ()  # numbers of its buckets of which something is sent from here
+        self._filled = self._taken = 0  # how many of all its buckets so far
         self._given_up = ""
 
     def host(self) -> Rendezvous:
@@ -51,7 +53,9 @@ class IpcSender(SenderTransport):
 
     def begin(self, version: str, buckets: Sequence[Bucket]) -> None:
         with self._changed:
-            self._version, self._count, self._filled, self._taken = version, len(buckets), 0, 0
+            self._version, self._ended = version, None
+            self._own = [number for number, bucket in enumerate(buckets) if bucket]
+            self._filled = self._taken = 0
             self._changed.notify_all()
 
     def send(self, bucket: Bucket, flat: Tensor) -> IpcSender:
@@ -60,29 +64,31 @@ class IpcSender(SenderTransport):
         if self.device.type == "cuda":  # another process reads it next
             torch.cuda.current_stream(self.device).synchronize()
         with self._changed:
-            self._filled += 1
+            self._filled = 1 + next((number for number in self._own if number >= self._filled), self._filled)
             self._changed.notify_all()
         return self
 
     def wait(self, seconds: float) -> None:
         """Until the engine has taken the bucket."""
-        self._wait_for(lambda: self._taken == self._filled, seconds, "the engine did not take a bucket")
+        self._wait_for(lambda: self._taken >= self._filled, seconds, "the engine did not take a bucket")
 
     def finish(self) -> None:
         """Every bucket was taken: the version is not to be found here when it is sent once more."""
         with self._changed:
-            self._version = None
+            self._version, self._ended = None, self._version
 
     def ready(self, version: str, number: int, seconds: float) -> None:
         with self._changed:
             if self._version == version:
                 self._taken = number
                 self._changed.notify_all()
-                if number == self._count:
-                    return
-        self._wait_for(
-            lambda: self._version == version and self._filled > number, seconds, "the trainer did not fill a bucket"
-        )
+
+        def ready() -> bool:
+            if number > max(self._own, default=-1):  # nothing more comes from here
+                return version in (self._version, self._ended)
+            return self._version == version and (self._filled > number or number not in self._own)
+
+        self._wait_for(ready, seconds, "the trainer did not fill a bucket")
 
     def abort(self, reason: str) -> None:
         with self._changed:

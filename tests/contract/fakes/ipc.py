@@ -44,7 +44,7 @@ class SharedExport:
 class SharedOpening:
     """As ipc.OpenedBuffer."""
 
-    def __init__(self, handle: str, device: torch.device) -> None:
+    def __init__(self, handle: str, device: torch.device, *, peer: bool = False) -> None:
         name = base64.b64decode(handle, validate=True).rstrip(b"\0").decode()
         try:
             self._memory = SharedMemory(name)

@@ -1,5 +1,5 @@
 """NCCL between threads of one process: a library and communicators that move real bytes, with a broadcast that is done
-when every rank has taken it.
+when every rank has taken it, and a message that is done when its peer has.
 
 `installed(monkeypatch)` puts them in place of rltool.engines.transfer.nccl's. As with the real ones, a peer that has
 gone is not noticed.
@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +25,14 @@ POLL = 0.001
 
 @dataclass
 class Hub:
-    """One communicator. sent: all broadcasts so far; taken: how many of them each rank has."""
+    """One communicator. sent: all broadcasts so far; taken: how many of them each rank has; messages: from a rank to
+    another, that are not taken."""
 
     world_size: int
     joined: set[int] = field(default_factory=set)
     sent: list[torch.Tensor] = field(default_factory=list)
     taken: dict[int, int] = field(default_factory=dict)
+    messages: dict[tuple[int, int], deque[torch.Tensor]] = field(default_factory=lambda: defaultdict(deque))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -99,6 +102,26 @@ class FakeCommunicator:
             return True
 
         return FakeWork(self, receive)
+
+    def exchange(self, sends: Sequence[nccl.Message], receives: Sequence[nccl.Message]) -> FakeWork:
+        self._check()
+        hub, posted = self.hub, [(peer, flat.clone()) for flat, peer in sends]
+        for peer, flat in posted:
+            hub.messages[self.rank, peer].append(flat)
+        left = list(receives)
+
+        def done() -> bool:
+            nonlocal left
+            for flat, peer in left:
+                if waiting := hub.messages[peer, self.rank]:
+                    assert waiting[0].numel() == flat.numel(), "two ranks disagree on the bytes of a message"
+                    flat.copy_(waiting.popleft())
+                    left = [message for message in left if message[0] is not flat]
+            return not left and not any(
+                flat is sent for peer, sent in posted for flat in list(hub.messages[self.rank, peer])
+            )
+
+        return FakeWork(self, done)
 
     def wait(self, done: Callable[[], bool], seconds: float, what: str) -> None:
         end = time.monotonic() + seconds

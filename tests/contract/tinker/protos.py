@@ -33,12 +33,13 @@ def double(number: int, value: float) -> bytes:
 
 def forward_proto(
     model: str, seq: int, *, tokens: Sequence[int], targets: Sequence[int], loss: str = "cross_entropy",
-    settings: dict[str, float] | None = None, only: bool = False, **inputs: Sequence[float],
+    settings: dict[str, float | str] | None = None, only: bool = False, **inputs: Sequence[float],
 ) -> bytes:  # fmt: skip
     named = {"target_tokens": tensor(targets, "<i8")} | {n: tensor(each, "<f4") for n, each in inputs.items()}
     datum = field(1, field(1, field(1, np.array(tokens, "<i4").tobytes())))
     datum += b"".join(field(2, field(1, name.encode()) + field(2, each)) for name, each in named.items())
     body = field(1, model.encode()) + field(2, seq) + field(3, datum) + field(4, loss.encode())
     for name, value in (settings or {}).items():
-        body += field(7, field(1, name.encode()) + field(2, double(1, value)))
+        encoded = field(2, value.encode()) if isinstance(value, str) else double(1, value)
+        body += field(7, field(1, name.encode()) + field(2, encoded))
     return body + (field(6, 1) if only else b"")

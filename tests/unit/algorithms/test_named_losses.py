@@ -19,7 +19,7 @@ def case(seed=3):
     draw = lambda: torch.randn(6, generator=generator, dtype=torch.float64)  # noqa: E731
     logprobs = -2 + 0.7 * draw()
     inputs = {"weights": draw().abs(), "logprobs": -2 + 0.7 * draw(), "advantages": draw()}
-    inputs["sequence_ratio_mask"] = torch.tensor([0.0, 1, 1, 1, 1, 1], dtype=torch.float64)
+    inputs["sequence_ratio_mask"] = torch.tensor([0.0, 1, 2, 1, 0, 1], dtype=torch.float64)
     return logprobs.requires_grad_(), inputs
 
 
@@ -47,8 +47,6 @@ def plain(loss, p, inputs, settings):
         else:
             decided = r * a[i] <= clipped * a[i]
             found = (-r * a[i], -r * a[i]) if decided else (-clipped * a[i], 0.0)
-            if loss == "gspo" and not mask[i]:
-                found = (0.0, 0.0)
         losses.append(w[i] * found[0])
         slopes.append(w[i] * found[1])
     return torch.tensor(losses, dtype=torch.float64), torch.tensor(slopes, dtype=torch.float64)
@@ -67,25 +65,20 @@ def test_each_loss_is_its_formula_by_value_and_gradient(loss, seed):
     torch.testing.assert_close(logprobs.grad, slopes)
 
 
-def test_gspo_without_a_mask_counts_all_tokens():
-    logprobs, inputs = case()
-    del inputs["sequence_ratio_mask"]
-    settings = check_loss("gspo", inputs, SETTINGS["gspo"])
-    found = named_token_losses("gspo", logprobs, inputs, SAMPLE, 3, settings)
-    torch.testing.assert_close(found.detach(), plain("gspo", logprobs, inputs, settings)[0])
-
-
 @pytest.mark.parametrize(
     ("loss", "given", "settings", "words"),
     [
-        ("stable_reinforce", [], {}, "stable_reinforce"),
+        ("stable_reinforce", [], {}, "'stable_reinforce' is not supported: it is in alpha, and its formula"),
+        ("custom", [], {}, "'custom' is not supported: it would be a client's code, which its client runs itself"),
+        ("other", [], {}, "'other' is not supported; choose cross_entropy"),
         ("ppo", ["logprobs"], {}, "lacks advantages"),
         ("ppo", ["logprobs", "advantages", "clip_low_threshold"], {}, "has clip_low_threshold"),
         ("cross_entropy", ["weights", "mask"], {}, "has mask"),
         ("dro", ["logprobs", "advantages"], {"clip_low_threshold": 0.8}, "reads beta"),
         ("ppo", ["logprobs", "advantages"], {"clip_low_threshold": "0.8"}, "expected a number"),
         ("ppo", ["logprobs", "advantages"], {"clip_high_threshold": 0.2}, "limits of the ratio"),
-        ("gspo", ["logprobs", "advantages"], {"clip_low_threshold": 0.8}, "lacks clip_high_threshold"),
+        ("gspo", ["logprobs", "advantages"], SETTINGS["gspo"], "lacks sequence_ratio_mask"),
+        ("gspo", LOSSES["gspo"].inputs, {"clip_low_threshold": 0.8}, "lacks clip_high_threshold"),
     ],
 )
 def test_what_a_loss_does_not_read_is_refused_by_name(loss, given, settings, words):

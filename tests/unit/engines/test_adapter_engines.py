@@ -42,10 +42,13 @@ def test_engines_are_started_for_adapters_by_the_group_or_by_the_run():
         # 16 is the smallest that vLLM is built for.
         assert flags == {"--max-lora-rank": "16", "--max-loras": "5", "--max-cpu-loras": "5"}
         assert engine.environment(launch)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+        assert "RLTOOL_LORA_EXPERTS" not in engine.environment(launch), "a GPU has vLLM's kernels"
         flags, _, _ = flags_of("sglang", **options)
         assert flags == {"--max-lora-rank": "12", "--max-loras-per-batch": "5", "--max-loaded-loras": "5"}
     with pytest.raises(UsageError, match="on a CPU it takes no adapters.*merged"):
         launches(engine="sglang", device="cpu", lora_rank=12)
+    [launch] = launches(engine="vllm", device="cpu", lora_rank=12)
+    assert dialect("vllm").environment(launch)["RLTOOL_LORA_EXPERTS"] == "1"
     group = ServeConfig(model=Path("/m"), lora_rank=8, lora_slots=2).group
     assert (group.lora_rank, group.lora_slots) == (8, 2)
 

@@ -111,12 +111,3 @@ def test_adapters_to_begin_with_are_checked_before_a_run_starts(tmp_path):
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
     with pytest.raises(UsageError, match="use_dora = True is not implemented"):
         check_adapters(family, lora)
-
-
-def test_adapters_of_experts_are_not_sent_alone():
-    family = family_for(MIXTURE)
-    check_adapters(family, LoraConfig(rank=2))
-    check_adapters(family, LoraConfig(rank=2, targets=("qkv", "proj")), alone=True)
-    for targets in ("all-linear", ("qkv", "experts")):
-        with pytest.raises(UsageError, match=r'lora_sync = "adapter": adapters of experts.*leave them out.*"merged"'):
-            check_adapters(family, LoraConfig(rank=2, targets=targets), alone=True)

@@ -12,9 +12,9 @@ import pytest
 
 from rltool.errors import UsageError
 from rltool.tinker import samples as samples_module
+from rltool.tinker.limits import Refused
 from rltool.tinker.samples import SAMPLE, Samples
 from rltool.tinker.sampling import SampleRequest, _of_prompt, parse_sample
-from rltool.tinker.service import Refused
 from rltool.tinker.wire import SampledTokens, SampleOutput
 
 

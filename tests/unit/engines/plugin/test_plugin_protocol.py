@@ -33,6 +33,7 @@ def at_once(**bodies: set[str]) -> dict[str, set[str]]:
 
 GLOO = {"transport", "address", "port", "rank_offset", "world_size", "group", "timeout_seconds"}
 NCCL = {"transport", "unique_id", "nccl_version", "rank_offset", "world_size", "timeout_seconds"}
+STORES = {"transport", "stores", "rank_offset", "world_size", "group", "timeout_seconds"}
 FETCHED = TENSORS | {"version"}
 ANNOUNCED = {"version", "seconds"} | {f"announced.{key}" for key in (*TENSORS, "bucket_sizes")}
 
@@ -47,6 +48,10 @@ SAID: dict[str, tuple[dict[str, set[str]], dict[str, set[str]] | None]] = {
     "delta": (at_once(init={"transport"}, update=FETCHED, prefetch={"store", "version", "seconds"}), None),
     "gloo-delta": (at_once(init=GLOO, update=FETCHED, prefetch=ANNOUNCED | {"announced.delta"}), None),
     "nccl-delta": (at_once(init=NCCL, update=FETCHED, prefetch=ANNOUNCED | {"announced.delta"}), None),
+    "gloo-sharded": (by_bucket(init=STORES, update=TENSORS), None),
+    "nccl-sharded": (at_once(init=STORES | NCCL, update=TENSORS | {"bucket_sizes"}), None),
+    "ipc-sharded": (by_bucket(init=STORES, update=TENSORS), None),
+    "disk-sharded": (by_bucket(init={"transport"}, update=TENSORS | {"path"}), None),
 }
 """Backend -> path -> keys of the body, of whole updates and of staged ones."""
 
@@ -80,7 +85,7 @@ def said(control: Any) -> dict[str, set[str]]:
 
 
 def test_the_number_is_that_of_these_requests():
-    assert PLUGIN_PROTOCOL == 4, "count it up where SAID changes, and write what changed where it is defined"
+    assert PLUGIN_PROTOCOL == 5, "count it up where SAID changes, and write what changed where it is defined"
 
 
 @pytest.mark.parametrize("backend", SAID)

@@ -13,8 +13,7 @@ import pytest
 
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.routes import finish_update, update_weights
-from rltool.engines.plugin.worker import WeightUpdateRecovery
-from rltool.engines.plugin.workers import ask_workers, hear_all_workers
+from rltool.engines.plugin.worker import WeightUpdateRecovery, ask_workers, hear_all_workers
 
 INFO = {"update_info": {"names": []}}
 VERSION = {"weight_version": "v", "resume": True}

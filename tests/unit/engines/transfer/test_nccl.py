@@ -57,6 +57,9 @@ class Library:
     def broadcast(self, comm: int, pointer: int, num_bytes: int, root: int, stream: int) -> None:
         self._called("broadcast")
 
+    def exchange(self, comm: int, sends, receives, stream: int) -> None:
+        self._called(f"{[peer for _, peer in sends]} {[peer for _, peer in receives]} on {stream}")
+
     def all_reduce(self, comm: int, pointer: int, num_floats: int, stream: int) -> None:
         assert num_floats == 1
         self._called("all_reduce")
@@ -125,6 +128,56 @@ def test_a_broadcast_that_nobody_receives_is_aborted_at_its_deadline():
     assert library.aborted == [77]
     with pytest.raises(nccl.NcclError, match="aborted: a broadcast of 16 bytes took longer"):
         sending.broadcast(flat())
+
+
+def test_messages_go_together_behind_what_their_caller_has_enqueued():
+    library, queue = Library(), Queue()
+    to = communicator(library, queue)
+    to.exchange([(flat(), 1)], [(flat(), 2), (flat(), 4)]).wait(SECONDS)
+    assert library.calls[1:] == ["[1] [2, 4] on 5"] and queue.order == ["follow", "mark"]
+    queue.done = lambda: False
+    with pytest.raises(nccl.NcclError, match=r"messages of 32 bytes took longer than 0\.01 s"):
+        to.exchange((), [(flat(), 1), (flat(), 2)]).wait(0.01)
+    assert library.aborted == [77]
+
+
+class Calls:
+    """libnccl's, of which `fails` gives an error; all else succeeds."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.made = fails, []
+
+    def __getattr__(self, name: str):
+        def call(*arguments):
+            self.made.append((name, *arguments))
+            return 3 if name == self.fails else nccl.SUCCESS
+
+        call.__name__ = name
+        return call
+
+    def ncclGetErrorString(self, result):
+        return b"planned"
+
+    def ncclGetLastError(self, comm):
+        return None
+
+
+@pytest.mark.parametrize("fails", ["", "ncclRecv", "ncclGroupEnd"])
+def test_a_group_of_messages_is_ended_whatever_one_of_them_says(fails):
+    library = object.__new__(nccl.NcclLibrary)
+    library._lib = calls = Calls(fails)
+    sent, received = flat(), torch.zeros(3, dtype=torch.uint8)
+    if fails:
+        with pytest.raises(nccl.NcclError, match=f"{fails}: planned"):
+            library.exchange(77, [(sent, 1)], [(received, 2)], 5)
+    else:
+        library.exchange(77, [(sent, 1)], [(received, 2)], 5)
+    assert [made for made in calls.made if made[0].startswith("nccl")] == [
+        ("ncclGroupStart",),
+        ("ncclSend", sent.data_ptr(), 16, nccl.UINT8, 1, 77, 5),
+        ("ncclRecv", received.data_ptr(), 3, nccl.UINT8, 2, 77, 5),
+        ("ncclGroupEnd",),
+    ]
 
 
 def test_an_error_of_the_communicator_ends_a_wait_at_once():

@@ -88,6 +88,31 @@ def test_a_rank_that_alone_holds_much_sends_less_of_what_all_hold():
     assert {piece.name for piece in plan[1, 0][0]} == {"common"}
 
 
+def test_the_nearest_rank_that_holds_something_sends_it_and_one_out_of_reach_is_named():
+    meta = TensorMeta("a.weight", "float32", (4, 2))
+    held, whole = {"a.weight": [Held(Box.whole((4, 2)), (0, 1, 2))]}, {"a.weight": [Box.whole((4, 2))]}
+    plan = plan_shards([(meta,)], held, [whole, whole], 3, [{0: 1, 2: 0}, {0: 1, 1: 1}])
+    assert [(rank, worker) for (rank, worker), [pieces] in plan.items() if pieces] == [(0, 1), (2, 0)]
+    with pytest.raises(ShardError, match=r"a\.weight: .* needs what rank 0, 1, 2 holds, on another host"):
+        plan_shards([(meta,)], held, [whole], 3, [{3: 0}])
+
+
+def test_ranks_write_everything_once_and_an_index_says_where():
+    metas = [TensorMeta(name, "bfloat16", (4096, 1024)) for name in ("cut", "common")]
+    halves = [Box((0, 0), (2048, 1024)), Box((2048, 0), (2048, 1024))]
+    held = {"cut": [Held(box, (rank,)) for rank, box in enumerate(halves)]}
+    held["common"] = [Held(Box.whole((4096, 1024)), (0, 1))]
+    files = shards.written([tuple(metas)], held, 2)
+    dtypes = {meta.name: meta.dtype for meta in metas}
+    assert [shards.sends_bytes(file, dtypes) for file in files] == [wire.tensor_bytes(metas[0])] * 2
+    assert shards.parse_index(shards.index_text([tuple(metas)], files)) == ([tuple(metas)], files)
+    found = shards.held_in_files(files)
+    assert [(box, ranks) for box, ranks in found["cut"]] == [(halves[0], (0,)), (halves[1], (1,))]
+    assert sum(box.elements for box, _ in found["common"]) == 4096 * 1024
+    keys = [shards.slice_key(piece.name, piece.box) for file in files for pieces in file for piece in pieces]
+    assert len(keys) == len(set(keys)) and keys[0] == "cut@0.0"
+
+
 def test_a_part_that_no_rank_holds_is_named():
     meta = TensorMeta("a.weight", "float32", (4, 2))
     held = {"a.weight": [Held(Box((0, 0), (3, 2)), (0,))]}
@@ -103,6 +128,10 @@ def test_what_stands_in_the_stores_is_read_as_it_was_written():
     assert shards.parse_needs(shards.needs_text({"a": [box]})) == {"a": [box]}
     sends = [[shards.Piece("a", 0, box)], []]
     assert shards.parse_sends(shards.sends_text(sends)) == sends
+    memory, lies = shards.Memory("GPU-1", "host", "aGFuZGxl"), [{"a": box}, {}]
+    assert shards.parse_memory(shards.memory_text(memory)) == memory
+    assert shards.parse_lies(shards.lies_text(lies)) == lies
+    assert shards.parse_reach(shards.reach_text({1: 0, 3: 1})) == {1: 0, 3: 1}
     with pytest.raises(ShardError, match="of a worker"):
         shards.parse_needs(shards.needs_text({}, "of a worker"))
     with pytest.raises(ShardError, match="of a rank"):

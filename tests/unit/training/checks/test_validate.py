@@ -134,6 +134,35 @@ def info(**changes) -> EngineInfo:
     return EngineInfo(**{**values, **changes})
 
 
+MIXTURE = dict(
+    architectures=["Qwen3MoeForCausalLM"], hidden_size=64, intermediate_size=12, num_hidden_layers=1, vocab_size=128,
+    num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=2, num_experts_per_tok=1,
+    moe_intermediate_size=6, norm_topk_prob=False,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"dialect": "sglang", "plugin": False, "engine_version": "0.5.23"}, "was not seen to sample with them"),
+        ({"plugin": False, "device": "cpu"}, "no kernel for them on a CPU: start it with `rltool serve-engines"),
+        ({"plugin": False, "device": "cuda"}, None), ({"device": "cpu"}, None), ({"device": "cuda"}, None),
+    ],
+)
+def test_adapters_of_experts_go_to_engines_that_sample_with_them(base, tmp_path, changes, why):
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    sets = [*base, "lora.rank=4", 'weights.lora_sync="adapter"', f"weights.disk_dir={tmp_path}"]
+    engine = info(**{"lora_rank": 8, "lora_slots": 4, "model_config": dict(MIXTURE), **changes})
+    found = engine_problems(ENGINE, engine, MIXTURE, load_config(TrainConfig, [], sets).config, "cpu")
+    if why is None:
+        assert not found
+        return
+    [problem] = found
+    assert why in problem and "experts" in problem and 'weights.lora_sync to "merged"' in problem
+    config = load_config(TrainConfig, [], [*sets, 'lora.targets=["qkv","proj"]']).config
+    assert not engine_problems(ENGINE, engine, MIXTURE, config, "cpu")
+
+
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 

@@ -87,9 +87,55 @@ def test_rank_0_sends_a_copy_to_each_engine(transport, copies):
     assert plan.sync_seconds == max(link.seconds for link in plan.sync)
 
 
-def test_sharded_each_host_of_ranks_sends_its_part_and_a_host_of_engines_gets_one_copy_of_each():
+def sharded_plan(transport):
     sets = "engines.groups=[{count = 4, tp = 2}]", "weights.sharded=true", "trainer.sequence_parallel=true"
-    plan = plan_of("30B-A3B", *sets, "trainer.tensor_parallel=2", "trainer.world_size=16", hosts=3, trainer_hosts=2)
+    own = f"weights.transport={transport}", "trainer.tensor_parallel=2", "trainer.world_size=16"
+    return plan_of("30B-A3B", *sets, *own, hosts=3, trainer_hosts=2)
+
+
+def test_sharded_over_nccl_each_rank_sends_its_part_and_a_worker_gets_what_it_stores():
+    weights, plan = 2 * parameters_of(family_of("30B-A3B")).total, sharded_plan("auto")
+    out, into = plan.sync
+    # What is not cut (norms, routers) any of the ranks sends.
+    assert plan.transport == "nccl" and out.carried == pytest.approx(4 * weights / 16, rel=0.01)
+    assert into.carried == weights / 2 and into.seconds == pytest.approx(weights / 2 / (RATES["network"].value * 1e9))
+
+
+def test_sharded_over_disk_one_copy_is_written_and_nothing_gathered():
+    weights, plan = 2 * parameters_of(family_of("30B-A3B")).total, sharded_plan("disk")
+    assert [link.carried for link in plan.sync] == [weights, 4 * weights]
+
+
+def test_sharded_engines_on_the_trainers_gpus_read_what_they_store_within_their_host():
+    sets = 'engines.mode="colocate"', "engines.groups=[{count = 8, tp = 2}]", "weights.sharded=true"
+    own = "trainer.world_size=16", "trainer.tensor_parallel=2", "trainer.sequence_parallel=true"
+    plan = plan_of("30B-A3B", *sets, *own, hosts=2)
+    [into] = plan.sync
+    assert plan.transport == "ipc" and into.carried == parameters_of(family_of("30B-A3B")).total
+
+
+STAGES = "trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "trainer.pipeline_parallel=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "missing"),
+    [
+        (STAGES, 2, "8, 10, 12, 14"),  # the second stage lies on the second host alone
+        (STAGES, 16, ""),  # an engine on both: its workers know what they need, at the join
+        (("trainer.expert_parallel=8",), 2, ""),  # all experts are on each host
+        (("trainer.expert_parallel=16",), 2, "8"),
+    ],
+)
+def test_sharded_memory_of_another_host_is_a_problem_of_engines_that_need_it(layout, tp, missing):
+    sets = 'engines.mode="colocate"', f"engines.groups=[{{count = 1, tp = {tp}}}]", "weights.sharded=true"
+    sets += ("trainer.world_size=16", *layout)
+    said = "\n".join(plan_of("30B-A3B", *sets, hosts=2).problems)
+    assert (f"on host 0 need what rank {missing} holds" in said) if missing else "CUDA IPC" not in said
+    assert "CUDA IPC" not in "\n".join(plan_of("30B-A3B", *sets, "weights.transport=gloo", hosts=2).problems)
+
+
+def test_sharded_each_host_of_ranks_sends_its_part_and_a_host_of_engines_gets_one_copy_of_each():
+    plan = sharded_plan("gloo")
     weights = 2 * parameters_of(family_of("30B-A3B")).total
     out, into = plan.sync
     # Two hosts of ranks that hold the same, or half of the experts each: half of four copies.

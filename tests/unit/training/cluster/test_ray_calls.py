@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from ray.exceptions import ActorDiedError, OwnerDiedError, RayTaskError
+from ray.exceptions import ActorDiedError, NodeDiedError, OwnerDiedError, RayTaskError
 
 from rltool.engines.dialects.checksums import ParameterLayout
-from rltool.errors import EngineError, PartLost, RltoolError, RunFault, SaveFailed, UsageError
+from rltool.errors import EngineError, HostLost, PartLost, RltoolError, RunFault, SaveFailed, UsageError
 from rltool.megatron.runtime import OtherRankFailed
 from rltool.training.cluster import ray_calls
-from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all, has_crashed
+from rltool.training.cluster.ray_calls import DeadlinePassed, cause, get_all, has_crashed, rank_names
 from rltool.training.ranks.rank_handles import RankHandles
 from rltool.weights.transport import Receiver, Rendezvous
 from tests.ranks import plan_of
@@ -71,7 +71,10 @@ def test_a_rank_that_hangs_is_named_by_those_that_waited_for_it_in_vain():
 
 def test_complaints_about_each_other_alone_are_a_lost_connection_and_our_own_stay_as_they_are():
     found = cause({"trainer rank 0": raised(RuntimeError(GLOO)), "trainer rank 1": raised(RuntimeError(GLOO))}, [])
-    assert str(found).startswith("trainer rank 0 lost its connection to another rank:") and isinstance(found, PartLost)
+    assert str(found).startswith(f"trainer rank 0 and trainer rank 1 lost the connection between them: {GLOO}. Does")
+    assert isinstance(found, PartLost)
+    found = cause({"trainer rank 1": raised(RuntimeError(GLOO))}, [])
+    assert str(found).startswith(f"trainer rank 1 lost a peer: {GLOO}")
     ours = OtherRankFailed("x")
     assert cause({"trainer rank 0": raised(ours)}, []) is ours
 
@@ -94,6 +97,33 @@ def test_a_death_is_told_in_one_line_with_its_pid_and_what_to_do(guesses):
         "killed (by the kernel for memory? see `dmesg`), or crashed. See its log (`rltool logs`); go on with "
         "`rltool train --resume`"
     )
+
+
+@pytest.mark.parametrize("head", [None, "10.0.0.1:6379"])
+def test_a_rank_that_went_with_its_host_says_from_where_that_is_gone_and_ends_with_a_code_of_its_own(monkeypatch, head):
+    class Context:
+        gcs_address = head
+
+    monkeypatch.setattr(ray_calls.ray, "is_initialized", lambda: head is not None)
+    monkeypatch.setattr(ray_calls.ray, "get_runtime_context", Context)
+    error = ActorDiedError()
+    error._error_msg = error.error_msg = (
+        "The actor died unexpectedly before finishing this task.\n\tclass_name: TrainerActor\n\tpid: 110\n"
+        "\tip: 10.0.0.3\nThe actor died because its node has died. Node Id: f4c1\n\tthe actor's node was terminated "
+        "unexpectedly: health check failed due to missing too many heartbeats."
+    )
+    found = cause({"trainer rank 0": raised(RuntimeError(GLOO)), "trainer rank 1 on host c": error}, [])
+    assert isinstance(found, HostLost) and found.exit_code == 4
+    assert str(found).startswith(
+        f"trainer rank 1 on host c was lost with its host, 10.0.0.3: from Ray's head at {head or 'its address'} that "
+        "is gone (health check failed due to missing too many heartbeats). Either the host went down, or the network"
+    )
+    assert isinstance(cause({"a": NodeDiedError("gone")}, []), HostLost)
+
+
+def test_ranks_are_named_with_their_hosts_where_there_are_several():
+    assert rank_names(2) == rank_names(2, ["a", "a"]) == ["trainer rank 0", "trainer rank 1"]
+    assert rank_names(2, ["a", "b"]) == ["trainer rank 0 on host a", "trainer rank 1 on host b"]
 
 
 # -- the waits

@@ -366,9 +366,40 @@ def test_vllm_is_announced_buckets_as_messages_and_joins_the_group_of_whole_weig
 # -- sharded
 
 
-def test_sharded_weights_go_over_gloo_to_rltools_plugin_and_others_are_refused_by_name():
+@pytest.mark.parametrize(
+    ("wanted", "device", "shares", "backend"),
+    [
+        ("auto", "cuda", True, "ipc-sharded"),
+        ("auto", "cuda", False, "nccl-sharded"),
+        ("auto", "cpu", False, "gloo-sharded"),
+        ("ipc", "cuda", True, "ipc-sharded"),
+        ("nccl", "cuda", False, "nccl-sharded"),
+        ("gloo", "cuda", True, "gloo-sharded"),
+        ("disk", "cpu", False, "disk-sharded"),
+    ],
+)
+def test_sharded_weights_go_over_what_whole_ones_do(wanted, device, shares, backend):
+    config = WeightsConfig(sharded=True, transport=wanted)
+    assert choose(info(device=device), config, device, shares_gpus=shares) == backend
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "shares", "why"),
+    [
+        ("ipc", "cuda", False, "has GPUs of its own"),
+        ("nccl", "cuda", True, "NCCL joins no two ranks on one GPU"),
+        ("nccl", "cpu", False, "by a trainer on the CPU"),
+        ("ipc", "cpu", True, "trainer and engine need GPUs"),
+    ],
+)
+def test_where_sharded_weights_cannot_go_is_said(wanted, device, shares, why):
+    config = WeightsConfig(sharded=True, transport=wanted)
+    with pytest.raises(UsageError, match=why):
+        choose(info(device=device), config, device, shares_gpus=shares)
+
+
+def test_sharded_weights_go_to_rltools_plugin_and_others_are_refused_by_name():
     config = WeightsConfig(sharded=True)
-    assert choose(info(), config, "cpu") == choose(info(), config, "cuda") == "gloo-sharded"
     with pytest.raises(UsageError, match=r"weights\.sharded.*need a vLLM with rltool's plugin"):
         choose(info(dialect="sglang", plugin=False), config, "cpu")
     with pytest.raises(UsageError, match="cannot be sent sharded weights: its backend is 'nccl'"):
@@ -378,14 +409,12 @@ def test_sharded_weights_go_over_gloo_to_rltools_plugin_and_others_are_refused_b
 @pytest.mark.parametrize(
     ("other", "named"),
     [
-        ({"transport": "nccl"}, 'transport = "nccl"'),
-        ({"transport": "disk"}, 'transport = "disk"'),
-        ({"transport": "ipc"}, 'transport = "ipc"'),
+        ({"transport": "delta", "store": "/s"}, 'transport = "delta"'),
         ({"staged": True}, "with staged"),
         ({"advertise_host": "10.0.0.9"}, "every rank listens"),
         ({"delta": "auto"}, "with delta"),
         ({"lora_sync": "adapter"}, "an adapter is sent by rank 0"),
-        ({"engines": ({"group": "far", "transport": "disk"},)}, 'transport = "disk"'),
+        ({"engines": ({"group": "far", "transport": "delta"},), "store": "/s"}, 'transport = "delta"'),
     ],
 )
 def test_what_sharded_does_not_go_with_is_named(other, named):
