@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltool.config.parallel import ParallelLayout
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.wire import meta_of
@@ -118,13 +119,15 @@ class RanksOnGpus(SenderRanks):
     gathers: of each rank and sync, whether it got the tensors; held: what they have on their devices."""
 
     def __init__(
-        self, config: WeightsConfig, model_files: Path, *, gpus: Sequence[str], deadline: float = 60.0
-    ) -> None:
+        self, config: WeightsConfig, model_files: Path, *, gpus: Sequence[str], deadline: float = 60.0,
+        layout: ParallelLayout | None = None,
+    ) -> None:  # fmt: skip
+        layout = layout or ParallelLayout(len(gpus))
         self.config, self.sent, self.gathers, self.held = config, 0, [], []
         self.senders = [
             WeightSender(
                 config, self.plan, device=torch.device("cpu"), deadline=deadline, model_files=model_files,
-                rank=Rank(rank, gpu),
+                rank=Rank(rank, gpu, layout),
             )
             for rank, gpu in enumerate(gpus)
         ]  # fmt: skip
@@ -140,6 +143,8 @@ class RanksOnGpus(SenderRanks):
         self.sent = int(version.rsplit(":", 1)[1])
 
         def send(sender: WeightSender) -> SendReport:
+            if sender.part is not None:
+                return sender.send(sender.part.tensors(self.weights(self.sent)), version, urls)
             has_tensors = sender.rank == 0 or sender.needs_all_ranks(urls)
             self.gathers.append((sender.rank, has_tensors))
             stream: Stream = ((meta, tensor if has_tensors else None) for meta, tensor in self.stream(self.sent))

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 
 from torch import Tensor
 
@@ -111,6 +112,16 @@ def owners(parameter: Parameter, plan: ExportPlan | Family, layout: ParallelLayo
         tuple(layout.global_rank(tp=tp, pp=stage, replica=replica) for replica in replicas) for tp in range(layout.tp)
     ]
     return by_tp if parameter.shard_dim is not None else [tuple(sorted(rank for ranks in by_tp for rank in ranks))]
+
+
+def held_elsewhere(layout: ParallelLayout, ranks: Collection[int]) -> tuple[int, ...]:
+    """Ranks that hold what none of these does; () where these hold everything."""
+    replicas = range(layout.replica_size)
+    for stage, tp, place in product(range(layout.pp), range(layout.tp), range(layout.ep)):
+        holders = [layout.global_rank(tp=tp, pp=stage, replica=r) for r in replicas if r % layout.ep == place]
+        if not any(rank in ranks for rank in holders):
+            return tuple(holders)
+    return ()
 
 
 def held(plan: ExportPlan, layout: ParallelLayout) -> dict[str, list[Held]]:

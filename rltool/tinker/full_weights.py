@@ -28,8 +28,9 @@ from rltool.processes.run_directory import RunDirectory
 from rltool.processes.tasks import Background
 from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.versions import VersionBook
+from rltool.tinker.books import GONE
 from rltool.tinker.sampling import REQUESTS_PER_ENGINE, Held, Samplers
-from rltool.tinker.service import GONE, Service
+from rltool.tinker.service import Service
 from rltool.training.checks.preflight import ProbedFleet
 from rltool.training.manager.policy_engines import EngineHooks, PolicyEngines
 from rltool.training.manager.rollout_engines import Engines

@@ -4,8 +4,7 @@ Each model's calls run in the order in which they were accepted; between clients
 state is that of the last snapshot and of the calls after it, carried out again in the order in which they were before:
 a model that trains all weights can be made because another was unloaded. What a restart does not need goes with a
 snapshot (`Service._compact`). A model whose session is idle (`Limits.session_timeout`) is evicted where another needs
-its place. A finished session, and a model that is unloaded and has no checkpoint, leave all tables; their names are
-refused for ever (410): a session's has check digits, a model's is kept as long as its session.
+its place.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,8 +28,9 @@ from rltool.engines.run_client import CallCounts
 from rltool.errors import DiskFull, RltoolError, RunFault, UsageError
 from rltool.processes.files import saving, write_json_atomic
 from rltool.processes.tasks import Background, beside
+from rltool.tinker.books import BOOKKEEPING, LEFT, SAVES, Books, check_digits, makes_a_model
 from rltool.tinker.calls import adam_params, adapter_spec, perform, trains_all
-from rltool.tinker.journal import Call, History, Journal
+from rltool.tinker.journal import Call, History
 from rltool.tinker.limits import (
     NO_SEQ,
     KeptResults,
@@ -45,27 +45,15 @@ from rltool.tinker.limits import (
     ttl,
 )
 from rltool.tinker.paths import SAMPLERS, SHARED, STATES, CheckpointPath, checkpoint_name, parse_path, unnamed
-from rltool.tinker.saved import Checkpoints, Saved, Saves
 from rltool.training.served import ServedTrainer
-
-_BOOKKEEPING = ("session", "sampling_session", "delete_checkpoint", "checkpoint_ttl", "finish_session")
-"""Calls that the trainer has no part in: they are done when they are accepted."""
 
 _CHANGES = ("create_model", "optim_step", "load_weights", "unload_model")
 """Calls after which the ranks' weights may be others."""
-
-_GONE = "gone"
-"""In the body of a call whose model has left the tables, and whose result is kept yet; it has nothing else."""
 
 _NO_ACTIVITY = ("delete_checkpoint", "checkpoint_ttl", "unload_model", "finish_session")
 """Calls that are no activity of a session: the server's own, or those of any process with the client's key."""
 
 T = TypeVar("T")
-
-_OF_THE_TRAINER = ("forward_backward", "optim_step", "load_weights")
-"""Calls that only the trainer's state knows of: a snapshot has what they did."""
-
-_SAVES = ("save_weights", "save_weights_for_sampler")
 
 FULL_SECONDS = 1.0
 """Between two attempts to write a result that the disk did not take."""
@@ -73,14 +61,8 @@ FETCHED_SECONDS = 600.0
 """A result is kept so long after it was given out first: the answer may have been lost on its way."""
 RESULTS = 4
 """Times Limits.in_flight: of each client the newest calls, whose results are kept until they are fetched."""
-KEPT_SAMPLERS = 1024
-"""Of each client, the newest sampling sessions."""
-GONE = "these weights are gone: of saves without a name the newest are kept; save again"
-
-IDLE_SESSION_SECONDS = 86400.0
-"""A session without a model that is loaded is finished after so long without a request or heartbeat."""
 _IDLE = "idle"
-"""In the body of the call that did so."""
+"""In the body of the call that finished a session which was left without a model."""
 IDLE_CHECK_SECONDS = 60.0
 """How often such sessions are looked for."""
 STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
@@ -89,34 +71,7 @@ STALL_CHECK_SECONDS, STALL_SECONDS = 1.0, 15.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _Model:
-    """lora: the client's lora_config. saves: by kind, STATES and SAMPLERS. inflight: calls that published weights for
-    all of its sampling clients of this kind, and the names of these. refused: by the trainer, when it was to be made;
-    it is neither listed nor counted. unloaded: its trainer has forgotten it, and its checkpoints stay; evicted: for
-    another, as its session was idle. last: the number of its last call."""
-
-    client: str
-    lora: dict[str, Any] | None
-    saves: dict[str, Saves] = field(default_factory=lambda: {STATES: Saves(), SAMPLERS: Saves()})
-    inflight: list[tuple[int, str]] = field(default_factory=list)
-    refused: bool = False
-    unloaded: bool = False
-    evicted: bool = False
-    last: int = -1
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """A sampling client's session. model: whose weights, "": the base model's; name: of the saved weights, None: of
-    those that were saved last for all (inflight)."""
-
-    client: str
-    model: str = ""
-    name: str | None = None
-
-
-class Service:
+class Service(Books):
     """trainer: driven from one thread at a time. snapshot_every: so many calls, at most, are carried out again after a
     restart. shared: a directory with checkpoints for all clients."""
 
@@ -124,41 +79,21 @@ class Service:
         self, directory: Path, trainer: ServedTrainer, base_model: str, *, limits: Limits, snapshot_every: int = 100,
         shared: Path | None = None,
     ) -> None:  # fmt: skip
-        self.base_model, self.limits = base_model, limits
+        super().__init__(directory, limits, shared)
+        self.base_model = base_model
         self._trainer, self._directory, self._snapshot_every = trainer, directory, snapshot_every
         self.queued, self.kept = Queued(limits.queued_bytes), KeptResults(limits.queued_bytes)
-        self._journal = Journal(directory)
         self.history = History(directory)
-        self._models: dict[str, _Model] = {}
-        self._sessions: dict[str, str] = {}
-        self._finished: set[str] = set()
-        self._gone = self._journal.gone
-        """Of sessions, by the numbers of their models that left: whether it was evicted."""
-        self._left: set[str] = set()
-        """Models and sessions that left the tables, and not the journal."""
-        self._samplers: dict[str, Sampler] = {}
-        self._by_key: dict[tuple[str, str], Call] = {}
         self._waiting: dict[str, deque[Call]] = {}
         """By client, who comes next first."""
         self._replay: deque[Call] = deque()
         """Done before this start, and not in the snapshot."""
-        self._done: dict[str, int] = {}
-        """Model -> the last call that the trainer's state has."""
         self._since_snapshot = 0
-        self._entered = -1
-        """The last call that is in the books."""
         self._compacted: tuple[dict[int, tuple[Call, Call | None]], set[str]] = {}, set()
         """Calls that the journal has in another form since, None: no more; what has left it whole. The books are the
         event loop's to change."""
         self._fetched: dict[int, float] = {}
         """Number of a call -> when its result was given out first."""
-        self.checkpoints = Checkpoints(directory, shared)
-        self._last_calls: dict[str, float] = {}
-        self._last_seen: dict[str, float] = {}
-        """Session -> when it last sent a request or a heartbeat."""
-        self._responsive_since = time.monotonic()
-        """Since this process stalled last."""
-        self._started = time.time()
         self.counts: dict[str, CallCounts] = {}
         """By kind, of the calls that this process has carried out."""
         self.running = ""
@@ -183,7 +118,7 @@ class Service:
 
     async def open_session(self, client: str) -> str:
         nonce = secrets.token_hex(8)
-        session = nonce + _check_digits(client, nonce)
+        session = nonce + check_digits(client, nonce)
         await self._accept(client, "session", session, session, {})
         self._touch(session)
         return session
@@ -205,58 +140,6 @@ class Service:
     def heartbeat(self, client: str, session: object) -> None:
         """410 where it is finished: then the client stops its heartbeats."""
         self._touch(self._open_session(client, session))
-
-    def _touch(self, name: str) -> None:
-        """Activity of the session of a model or sampling session, or of one itself."""
-        if (session := name.partition(":")[0]) in self._sessions:
-            self._last_seen[session] = time.monotonic()
-
-    def parts_of(self, client: str, session: str) -> tuple[list[str], list[str]]:
-        """Its models and its sampling sessions."""
-        self.demand_session(client, session)
-        models = [name for name in self.models_of(client) if name.startswith(f"{session}:")]
-        return models, [name for name in self._samplers if name.startswith(f"{session}:")]
-
-    def sessions_of(self, client: str) -> list[str]:
-        """In the order in which they were opened."""
-        return [session for session, whose in self._sessions.items() if whose == client]
-
-    def demand_session(self, client: str, session: object) -> str:
-        """404; 410 for one that was this client's."""
-        if isinstance(session, str) and self._sessions.get(session) == client:
-            return session
-        if self._has_left(client, session):
-            raise Refused(410, _finished(session))
-        raise Refused(404, f"there is no session {session!r}")
-
-    def _has_left(self, client: str, session: object) -> bool:
-        """Whether it was a session of this client's, and is none any more."""
-        if not isinstance(session, str) or session in self._sessions or len(session) != 24:
-            return False
-        return session[16:] == _check_digits(client, session[:16])
-
-    def demand_model(self, client: str, model: object) -> str:
-        """Of another client's as of none: 404; 410 for one that has left."""
-        if isinstance(model, str) and model in self._models and self._models[model].client == client:
-            return model
-        self._refuse_gone(client, model)
-        raise Refused(404, f"there is no model {model!r}")
-
-    def _refuse_gone(self, client: str, model: object) -> None:
-        session, _, number = str(model).partition(":train:")
-        if self._has_left(client, session):
-            raise Refused(410, f"model {model!r} is unloaded: {_finished(session)}")
-        if self._sessions.get(session) == client and number in self._gone.get(session, ()):
-            raise Refused(410, self._unloaded(str(model), self._gone[session][number]))
-
-    def _unloaded(self, model: str, evicted: bool) -> str:
-        why = f" (evicted: its session was idle for {self.limits.session_timeout:g} s)" if evicted else ""
-        return f"model {model!r} is unloaded{why}; make another, of one of its checkpoints where it has any"
-
-    def lora_of(self, model: str) -> dict[str, Any] | None:
-        """None: all weights are trained."""
-        lora = self._models[model].lora
-        return None if trains_all(lora) else lora
 
     async def create_model(self, client: str, body: dict[str, Any]) -> Call:
         follow(body, {"session_id", "model_seq_id", "base_model", "lora_config"})
@@ -324,36 +207,6 @@ class Service:
         await self._accept(client, "sampling_session", name, name, kept)
         return name
 
-    def demand_sampler(self, client: str, session: object) -> Sampler:
-        """Of another client's as of none: 404."""
-        found = self._samplers.get(session) if isinstance(session, str) else None
-        if found is None or found.client != client:
-            self._open_session(client, str(session).partition(":")[0])
-            raise Refused(404, f"there is no sampling session {session!r}")
-        self._touch(str(session))
-        return found
-
-    def path_of(self, sampler: Sampler) -> str | None:
-        """tinker:// path of weights that have a name; None: the base model, or weights of one sampling client."""
-        path = CheckpointPath(sampler.model, SAMPLERS, sampler.name or "")
-        return None if sampler.name is None or path.is_unnamed else str(path)
-
-    def weights_of(self, sampler: Sampler) -> Path | None:
-        """Where the adapter, or all weights, are that a request is sampled with now; None: the base model's."""
-        if not sampler.model:
-            return None
-        name = sampler.name
-        if name is None:
-            results = self._journal.results
-            done = self._done.get(sampler.model, -1)
-            inflight = self._models[sampler.model].inflight
-            saved = [each for number, each in inflight if number in results or number <= done]
-            name = saved[-1] if saved else ""
-        directory = self.checkpoints.at(CheckpointPath(sampler.model, SAMPLERS, name))
-        if not name or name in self._models[sampler.model].saves[SAMPLERS].deleted or not directory.exists():
-            raise Refused(404, GONE)
-        return directory
-
     async def unload_model(self, client: str, body: dict[str, Any]) -> Call:
         """The trainer forgets it; its checkpoints and its weights for sampling stay."""
         follow(body, {"model_id"})
@@ -381,26 +234,6 @@ class Service:
     async def _make(self, client: str, kind: str, model: str, body: dict[str, Any]) -> Call:
         return await self._accept(client, kind, model, f"create:{model}", body)
 
-    def _to_evict(self, client: str) -> list[str]:
-        """Idle models, those that were seen last last: of all clients where one model alone can be, else as many as
-        this client has too many."""
-        full = self.limits.rank == 0
-        held = [
-            name for name, each in self._models.items()
-            if not each.refused and not each.unloaded and (full or each.client == client)
-        ]  # fmt: skip
-        idle = sorted(filter(self._is_idle, held), key=self._seen)
-        needed = len(idle) if full else len(held) + 1 - self.limits.models
-        return idle[:needed] if 0 < needed <= len(idle) else []
-
-    def _seen(self, name: str) -> float:
-        return max(self._last_seen.get(name.partition(":")[0], 0.0), self._responsive_since)
-
-    def _is_idle(self, name: str) -> bool:
-        """Nothing of its session for so long, and no call that is not done."""
-        is_done = self._models[name].last <= self._done.get(name, -1)
-        return is_done and time.monotonic() - self._seen(name) > self.limits.session_timeout
-
     async def _load_shared(self, client: str, path: CheckpointPath, body: dict[str, Any]) -> Call:
         """From a copy: what a restart carries out again must find what was loaded, and a run may delete its own."""
         model, seq = self.demand_model(client, body.get("model_id")), integer(body.get("seq_id"), "seq_id")
@@ -412,22 +245,6 @@ class Service:
             return await self.on_model(client, "load_weights", model, seq, kept)
 
     # -- checkpoints
-
-    def models_of(self, client: str) -> list[str]:
-        """In the order in which they were made."""
-        return [name for name, each in self._models.items() if each.client == client and not each.refused]
-
-    def last_call(self, model: str) -> float:
-        """When it was accepted, in seconds of the clock; after a restart without a call since, when that was."""
-        return self._last_calls.get(model, self._started)
-
-    def demand_checkpoint(self, client: str, path: CheckpointPath) -> None:
-        """404 for one that is deleted, not saved yet, or another client's."""
-        self.checkpoints.demand(path, self._models[self.demand_model(client, path.model)].saves[path.kind])
-
-    def saved(self, model: str) -> list[Saved]:
-        """A model's checkpoints and its named weights for sampling, oldest first."""
-        return self.checkpoints.of(model, self._models[model].saves)
 
     async def delete_checkpoint(self, client: str, path: CheckpointPath) -> None:
         """Not listed and not loaded from here on. Files of a state go with a snapshot after which no call needs them,
@@ -465,16 +282,6 @@ class Service:
         if path.kind == SAMPLERS:
             await self.checkpoints.remove(path)
 
-    def _new_name(self, client: str, body: dict[str, Any]) -> str:
-        seq = integer(body.get("model_seq_id"), "model_seq_id")
-        return f"{self._open_session(client, body.get('session_id'))}:train:{seq}"
-
-    def _open_session(self, client: str, session: object) -> str:
-        found = self.demand_session(client, session)
-        if found in self._finished:
-            raise Refused(410, _finished(found))
-        return found
-
     async def _accept(self, client: str, kind: str, model: str, key: str, body: dict[str, Any]) -> Call:
         """On the disk when this returns. A repetition gives the call that is there already. Idle models whose place a
         new one needs are evicted in the turn before it."""
@@ -496,7 +303,7 @@ class Service:
                 return known
             if _seq(model, key) <= self._journal.floors.get(model, -1):
                 raise UsageError(f"call {key} is too old: it or a later one was done, and its result fetched, long ago")
-            evicted = self._to_evict(client) if _makes_a_model(kind, body) else []
+            evicted = self._to_evict(client) if makes_a_model(kind, body) else []
             self._within_limits(client, kind, model, body, evicted)
             self.queued.calls[client] += (size := size_of(body))  # of a sample that comes meanwhile, too
             try:
@@ -525,20 +332,27 @@ class Service:
                 self._last_calls[call.model] = time.time()
         return calls[-1]
 
+    def _enter(self, call: Call) -> bool:
+        is_to_do = super()._enter(call)
+        if is_to_do:
+            self._waiting.setdefault(_for(call), deque()).append(call)
+            self.queued.calls[_for(call)] += size_of(call.body)
+        return is_to_do
+
     def _within_limits(
         self, client: str, kind: str, model: str, body: dict[str, Any], evicted: Sequence[str]
     ) -> None:  # fmt: skip
         # What was there when the call was checked may have left meanwhile, or have come.
         if kind == "finish_session" and body.get(_IDLE) and not self._is_left_idle(model):
             raise Refused(409, f"session {model} is in use")
-        if kind in ("sampling_session", "finish_session") or _makes_a_model(kind, body):
+        if kind in ("sampling_session", "finish_session") or makes_a_model(kind, body):
             self._open_session(client, model.partition(":")[0])
             self._refuse_gone(client, model)
         elif kind != "session":
             self.demand_model(client, model)
         if kind == "sampling_session" and body["model"]:
             self.demand_checkpoint(client, CheckpointPath(body["model"], SAMPLERS, body["name"]))
-        if kind in _BOOKKEEPING or kind == "unload_model":
+        if kind in BOOKKEEPING or kind == "unload_model":
             return
         if (held := self._models.get(model)) is not None and held.unloaded:
             raise Refused(410, self._unloaded(model, held.evicted))
@@ -559,104 +373,19 @@ class Service:
             if sum(len(saves.kept) for each in own for saves in each.saves.values()) >= self.limits.checkpoints:
                 raise UsageError(f"there are {self.limits.checkpoints} checkpoints, the most that a client may have")
 
-    def _enter(self, call: Call) -> None:
-        """An accepted call into the books."""
-        self._by_key[call.client, call.key] = call
-        self._entered = call.number
-        if _GONE in call.body:
-            return
-        if call.kind == "session":
-            self._sessions[call.model] = call.client
-            return
-        if call.kind == "finish_session":
-            self._finished.add(call.model)
-            for sampler in [name for name in self._samplers if name.startswith(f"{call.model}:")]:
-                del self._samplers[sampler]
-            return
-        if call.kind == "sampling_session":
-            self._samplers[call.model] = Sampler(call.client, call.body["model"], call.body["name"])
-            return
-        if call.kind == "delete_checkpoint":
-            self._models[call.model].saves[call.body["kind"]].deleted.add(call.body["name"])
-            self.checkpoints.deletions.append(call)
-            return
-        if call.kind == "checkpoint_ttl":
-            self._models[call.model].saves[call.body["kind"]].expires[call.body["name"]] = call.body["expires"]
-            return
-        if call.kind in ("create_model", "load_weights") and call.model not in self._models:
-            refused = "error" in self._journal.results.get(call.number, {})
-            self._models[call.model] = _Model(call.client, call.body["lora_config"], refused=refused)
-        model = self._models[call.model]
-        model.last = call.number
-        if call.kind in ("save_weights", "save_weights_for_sampler"):
-            self._enter_save(call)
-        if call.kind == "unload_model":
-            model.unloaded, model.evicted = True, "evicted_for" in call.body
-        if call.number > self._done.get(call.model, -1) and call.number not in self._journal.results:
-            self._waiting.setdefault(_for(call), deque()).append(call)
-            self.queued.calls[_for(call)] += size_of(call.body)
-
-    def _leave(self) -> None:
-        """What is over leaves the tables. Not while a call is being accepted: it may be about that."""
-        for name, model in list(self._models.items()):
-            if not self._is_over(name) or any(saves.kept for saves in model.saves.values()):
-                continue
-            if not any(deletion.model == name for deletion in tuple(self.checkpoints.deletions)) and not any(
-                sampler.model == name for sampler in self._samplers.values()
-            ):  # fmt: skip
-                session, _, number = name.partition(":train:")
-                if session in self._sessions:
-                    self._gone.setdefault(session, {})[number] = model.evicted
-                del self._models[name]
-                self._last_calls.pop(name, None)
-                self._left.add(name)
-        for session in [*self._finished]:
-            if all(self._is_over(name) for name in self._models if name.startswith(f"{session}:")):
-                self._finished.discard(session)
-                for table in (self._sessions, self._last_seen, self._gone):
-                    table.pop(session, None)
-                self._left.add(session)
-
-    def _is_done(self, call: Call) -> bool:
-        """Whether the trainer's state has it."""
-        return _GONE in call.body or call.number <= self._done.get(call.model, -1)
-
-    def _enter_save(self, call: Call) -> None:
-        if "error" in self._journal.results.get(call.number, {}):
-            return
-        model, name, session = self._models[call.model], call.body["name"], call.body.get("sampling_session")
-        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
-        if "ttl_seconds" in call.body:
-            saves.ttl[name] = call.body["ttl_seconds"]
-        if session is None:
-            saves.names.add(name)
-        elif call.body["inflight"]:
-            model.inflight.append((call.number, name))
-            self._samplers[session] = Sampler(call.client, call.model)
-        else:
-            self._samplers[session] = Sampler(call.client, call.model, name)
-
-    def _forget_save(self, call: Call) -> None:
-        """Of one that failed: its name can be given again."""
-        model, name = self._models.get(call.model), call.body["name"]
-        if model is None:
-            return
-        saves = model.saves[STATES if call.kind == "save_weights" else SAMPLERS]
-        saves.names.discard(name)
-        saves.ttl.pop(name, None)
-        self._samplers.pop(call.body.get("sampling_session", ""), None)
-        with suppress(ValueError):
-            model.inflight.remove((call.number, name))
 
     # -- results
 
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
         call, results = self._journal.calls.get(number), self._journal.results
-        if call is None or call.client != client or call.kind in _BOOKKEEPING:
-            raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
-        if self._is_done(call) and number not in results:
-            raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
+        if call is None or call.client != client or call.kind in BOOKKEEPING or (
+            self._is_done(call) and number not in results
+        ):  # fmt: skip
+            raise Refused(
+                404, f"there is no request {number}, or its result is kept no more: it was fetched long ago, or "
+                f"{RESULTS * self.limits.in_flight} newer ones of this client came before it was"
+            )  # fmt: skip
         self._touch(call.model)
         try:
             async with asyncio.timeout(seconds), self._changed:
@@ -695,16 +424,6 @@ class Service:
             if session not in self._finished and self._is_left_idle(session):
                 with suppress(Refused):  # it has come to life, or there is no room for the journal's line
                     await self._accept(client, "finish_session", session, f"finish:{session}", {_IDLE: True})
-
-    def _is_left_idle(self, session: str) -> bool:
-        if time.monotonic() - self._seen(session) <= IDLE_SESSION_SECONDS:
-            return False
-        return all(self._is_over(name) for name in self._models if name.startswith(f"{session}:"))
-
-    def _is_over(self, name: str) -> bool:
-        """Whether the trainer has it no more, or never had it."""
-        model = self._models[name]
-        return (model.unloaded or model.refused) and model.last <= self._done.get(name, -1)
 
     async def _run(self) -> None:
         job_is_next = True
@@ -795,13 +514,8 @@ class Service:
         """By client, calls that the trainer has not begun."""
         return {client: len(queue) for client, queue in tuple(self._waiting.items())}
 
-    def models(self) -> dict[str, int]:
-        """By client."""
-        held = tuple(self._models.values())
-        return dict(Counter(each.client for each in held if not each.refused and not each.unloaded))
-
     def _carry_out(self, call: Call) -> None:
-        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
+        if call.kind in SAVES and "error" in self._journal.results.get(call.number, {}):
             self._carried_out(call)  # before a restart, and the client knows that there is nothing
             return
         counts = self.counts.setdefault(call.kind, CallCounts(calls=0, failed=0, seconds=0.0, tokens=0))
@@ -819,7 +533,7 @@ class Service:
         except UsageError as error:
             result = {"error": str(error), "category": "user"}
             counts["failed"] += 1
-            if _makes_a_model(call.kind, call.body):
+            if makes_a_model(call.kind, call.body):
                 self._models[call.model].refused = True
         except DiskFull as error:
             result = {"error": f"SaveFailed: {error}", "category": "server"}
@@ -847,7 +561,7 @@ class Service:
             self._unwritten = call, result, seconds
             return
         self._unwritten, self.stalled = None, ""
-        if call.kind in _SAVES and "error" in result:
+        if call.kind in SAVES and "error" in result:
             self._failed_saves.append(call)
         self.history.carried_out(call, result, seconds)
         self._carried_out(call)
@@ -904,22 +618,22 @@ class Service:
             of = call.model.partition(":")[0] if call.kind == "sampling_session" else call.model
             if (of not in left) and (call.kind == "sampling_session" or call.body.get("sampling_session")):
                 seen[0][call.client] += 1
-            if not self._is_done(call) and call.kind not in _BOOKKEEPING:
+            if not self._is_done(call) and call.kind not in BOOKKEEPING:
                 continue
-            has_result = call.kind not in _BOOKKEEPING
+            has_result = call.kind not in BOOKKEEPING
             seen[1][call.client] += has_result
             fetched = self._fetched.get(call.number, math.inf)
             asked = has_result and now < fetched + FETCHED_SECONDS and seen[1][call.client] <= most
-            if of in left or _GONE in call.body:
+            if of in left or LEFT in call.body:
                 if not asked or call.number not in self._journal.results:
                     changed[call.number] = None
-                elif _GONE not in call.body:
-                    changed[call.number] = replace(call, body={_GONE: True})
+                elif LEFT not in call.body:
+                    changed[call.number] = replace(call, body={LEFT: True})
             elif not asked and not self._in_books(call, seen[0][call.client]):
                 changed[call.number] = None
                 if (seq := _seq(call.model, call.key)) < NO_SEQ:
                     floors[call.model] = max(seq, floors.get(call.model, -1))
-            elif not asked and not _makes_a_model(call.kind, call.body):
+            elif not asked and not makes_a_model(call.kind, call.body):
                 results.append(call.number)
             elif "proto" in call.body:
                 changed[call.number] = replace(call, body={})
@@ -942,29 +656,6 @@ class Service:
         for number in [each for each in self._fetched if each not in self._journal.results]:
             del self._fetched[number]
         self.kept.forget(but=self._journal.results)
-
-    def _in_books(self, call: Call, samplers: int) -> bool:
-        """Whether a call that is done is needed to know what there is. samplers: sampling sessions of its client, from
-        the newest to this."""
-        if call.kind == "checkpoint_ttl":
-            if (model := self._models.get(call.model)) is None:  # it leaves just now
-                return True
-            saves, name = model.saves[call.body["kind"]], call.body["name"]
-            return name not in saves.deleted and saves.expires.get(name) == call.body["expires"]
-        if call.kind in _SAVES and "error" in self._journal.results.get(call.number, {}):
-            return False
-        if call.kind == "sampling_session" or call.body.get("sampling_session"):
-            return samplers <= KEPT_SAMPLERS
-        return call.kind not in _OF_THE_TRAINER or _makes_a_model(call.kind, call.body)
-
-    def _forget(self, call: Call) -> None:
-        self._by_key.pop((call.client, call.key), None)
-        if call.kind == "sampling_session":
-            self._samplers.pop(call.model, None)
-        if session := call.body.get("sampling_session"):
-            self._samplers.pop(session, None)
-            with suppress(ValueError, KeyError):
-                self._models[call.model].inflight.remove((call.number, call.body["name"]))
 
     def _recover(self) -> None:
         self.checkpoints.remove_begun()
@@ -997,15 +688,6 @@ class Service:
         self.history.close()
 
 
-def _check_digits(client: str, nonce: str) -> str:
-    """End of the name of a session: by it a name is known as given to this client, where nothing else knows it."""
-    return hashlib.sha256(f"{client}:{nonce}".encode()).hexdigest()[:8]
-
-
-def _finished(session: object) -> str:
-    return f"session {session} is finished; open another"
-
-
 def _digest(kind: str, content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps([kind, content], sort_keys=True).encode()).hexdigest()
 
@@ -1018,10 +700,6 @@ def _for(call: Call) -> str:
 def _seq(model: str, key: str) -> int:
     """Of the key MODEL:SEQ of a call on a model; NO_SEQ for others."""
     return int(key.removeprefix(f"{model}:")) if key.startswith(f"{model}:") else NO_SEQ
-
-
-def _makes_a_model(kind: str, body: Mapping[str, Any]) -> bool:
-    return kind == "create_model" or (kind == "load_weights" and body["create"])
 
 
 def _sampling_session(session: str, seq: object) -> str:

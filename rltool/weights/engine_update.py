@@ -40,6 +40,11 @@ WITHDRAW_SECONDS = 5.0
 Sending = asyncio.Future[SendReport]
 
 
+PUT_OFF = 10.0
+"""An engine that fails slowly is left out of syncs for so many times the seconds that it took: it costs a run a tenth
+of its time at most."""
+
+
 @dataclass(frozen=True)
 class SyncPlan:
     """What the updates of one sync have in common. pause_mode: weights.pause_mode; bucket_deadline: seconds for an
@@ -66,6 +71,7 @@ class EngineUpdate:
 
     def __init__(self, engine: Member, plan: SyncPlan) -> None:
         self.engine, self.url, self.endpoint, self.plan = engine, engine.url, engine.endpoint, plan
+        self._began = time.perf_counter()
         self.failure: str | None = None
         """The first one."""
         self.is_silent = False
@@ -152,19 +158,25 @@ class EngineUpdate:
     def failed(self, error: EngineError) -> None:
         """By its own fault."""
         self.is_silent = self.is_silent or isinstance(error, EngineSilent)
-        self.fail(str(error))
+        self.fail(str(error), own=True)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, *, own: bool = False) -> None:
         """Given up in this sync: STALE, and to be connected anew. The first reason is the one to report.
 
-        One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync.
+        One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync. So
+        would one behind a slow link: it is left out of the next ones. own: it is the engine's failure, or its link's.
         """
         if self.failure is not None:
             return
+        took = time.perf_counter() - self._began
+        if is_slow := own and not self.is_silent and took > self.plan.bucket_deadline:
+            reason += f" (left out of syncs for {PUT_OFF * took:.0f} s, as this one waited {took:.0f} s for it)"
         self.failure = reason
         self.plan.connections.lost(self.url)
         if self.is_paused:
             self._fleet.update_failed(self.url, reason)
+        if is_slow:
+            self._fleet.put_off(self.url, PUT_OFF * took)
         if self.is_silent:
             self._fleet.fell_silent(self.url, reason, checks=CHECKS_MISSED)
 

@@ -192,7 +192,7 @@ class WeightSync:
                     await receiving
         for update in updates:
             if update.url in sent.failures:  # its own reason comes first
-                update.fail(sent.failures[update.url])
+                update.fail(sent.failures[update.url], own=True)
         return sent
 
     async def _verify(self, updates: Sequence[EngineUpdate]) -> float | None:

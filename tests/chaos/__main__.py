@@ -25,11 +25,14 @@ def main() -> int:
     parser.add_argument("--events", type=int, help="one run on fakes that ends after so many, whatever --minutes says")
     parser.add_argument("--soak", action="store_true", help="one run for all the time; fails if anything grows")
     parser.add_argument("--real", action="store_true", help="one run on real engines and a real router, on the CPU")
+    parser.add_argument("--hosts", type=int, help="as --real, over so many hosts of namespaces; needs root")
     parser.add_argument("--served", action="store_true", help="clients of a served trainer, all of it real and killed")
     options = parser.parse_args()
     try:
         if options.served:
             return served(options.seed, options.minutes)
+        if options.hosts:
+            return hosts(options.seed, options.minutes, options.hosts)
         return real(options.seed, options.minutes) if options.real else fakes(options)
     except Violation as violation:
         print(f"VIOLATION: {violation}", flush=True)
@@ -40,6 +43,13 @@ def real(seed: int, minutes: float) -> int:
     from tests.chaos.real import run_real
 
     print("\n".join([f"seed {seed}: every invariant held", *run_real(seed, minutes)]))
+    return 0
+
+
+def hosts(seed: int, minutes: float, count: int) -> int:
+    from tests.chaos.hosts import run_hosts
+
+    print("\n".join([f"seed {seed}: every invariant held", *run_hosts(seed, minutes, count)]))
     return 0
 
 

@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -248,6 +248,10 @@ class RealChaos:
 
     # -- looking
 
+    def _struck(self) -> Collection[str]:
+        """URLs of what a fault holds now."""
+        return self._faults.keys()
+
     def _note(self, line: str) -> None:
         self.journal.note(line)
         print(line, flush=True)
@@ -263,7 +267,7 @@ class RealChaos:
         ended = self._train.poll()
         if ended is not None and not (ended == -signal.SIGKILL and DRIVER in self._faults):
             raise Violation(f"the run has ended with exit code {ended}")
-        for line in self._invariants.look(struck=self._faults.keys()):
+        for line in self._invariants.look(struck=self._struck()):
             self._note(line)
 
     def _end(self) -> None:

@@ -87,16 +87,22 @@ class RealInvariants:
             raise Violation(f"no step was completed for {STALL_SECONDS:g} s: {self._states()}")
         return news
 
+    @property
+    def rows(self) -> Sequence[EngineStatus]:
+        """Of the engines, as the driver last said."""
+        return self._rows
+
     def all_serve(self) -> bool:
         """Every engine of the run is READY, or paused by a sync, and the router has them all."""
         served = [row["url"] for row in self._rows if row["state"] in MAY_BE_LISTED]
         return len(served) == len(self._engines) and not self._since
 
-    def check_end(self) -> None:
-        """The books of the whole run, once it has ended in order."""
-        self._read_steps()
+    def check_end(self) -> list[str]:
+        """The books of the whole run, once it has ended in order. What is new."""
+        news = self._read_steps()
         missing, dropped = set(range(max(self._trained) + 1)) - self._trained.keys(), self._dropped
         _require(len(missing) <= dropped, f"groups {sorted(missing)} were lost, {dropped} dropped")
+        return news
 
     def lines(self) -> list[str]:
         """What there is to report."""

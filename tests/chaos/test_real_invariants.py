@@ -13,6 +13,7 @@ from rltool.processes.run_directory import open_run
 from rltool.rollout.measure.dump import write_dump
 from rltool.rollout.sample import Sample, SampleStatus
 from tests.chaos import real_invariants
+from tests.chaos.hosts import Ledger
 from tests.chaos.invariants import Violation
 from tests.chaos.real_invariants import GROUPS, SAMPLES, RealInvariants
 from tests.e2e.job import Job
@@ -147,3 +148,17 @@ def test_what_two_looks_see_differently_is_wrong_once_it_stays_so(seen, monkeypa
     monkeypatch.setattr(real_invariants, "NOTICE_SECONDS", 0.0)
     with pytest.raises(Violation, match="the list is wrong"):
         seen._expect(False, "the list is wrong")
+
+
+def test_a_ledger_that_lacks_a_step_or_the_end_of_an_event_is_a_violation(tmp_path):
+    ledger = Ledger(tmp_path / "build" / "ledger.jsonl")
+    ledger.begin("the wire", "loss", hosts=[], seconds=2.0)
+    ledger.add("step", step=0)
+    with pytest.raises(Violation, match="did not end: {'the wire': 'loss'}"):
+        ledger.check(1)
+    ledger.end("the wire")
+    with pytest.raises(Violation, match="has 1 steps, the run 2"):
+        ledger.check(2)
+    ledger.check(1)
+    lines = [json.loads(line) for line in ledger.path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["begins", "step", "ends"] and lines[0]["seconds"] == 2.0

@@ -1,5 +1,6 @@
 """Weights to engines on the trainer's GPUs: two ranks and the workers of real processes, which share memory of the host
-in place of a GPU's. Sender, receiver's channel, requests and SGLang's payload are the real ones."""
+in place of a GPU's. Sender, receiver's channel, requests and SGLang's payload are the real ones. And sharded weights
+over every transport."""
 
 from __future__ import annotations
 
@@ -13,10 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from rltool.config.parallel import ParallelLayout
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.adapters import adapter_name
 from rltool.engines.fleet.fleet import State
+from rltool.engines.transfer import ipc
 from rltool.megatron.export_plan import ExportPlan
+from rltool.models.base import Parameter
 from rltool.weights.adapter_sync import AdapterSync
 from rltool.weights.memory import Memory
 from rltool.weights.sleep import SharedGpus
@@ -25,6 +29,7 @@ from rltool.weights.sync_report import WeightSyncFailed
 from rltool.weights.verify.values import ValueCheck
 from tests.contract import sync_rig
 from tests.contract.fakes import ipc as fake_ipc
+from tests.contract.fakes import nccl as fake_nccl
 from tests.contract.fakes.sglang import EXPECTED_KEY, VOCAB_SIZE, FakeSglang
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.sync_rig import Rig, version
@@ -217,6 +222,52 @@ def test_a_rank_that_fails_is_a_failure_of_its_engine_alone(vllm, workers, tmp_p
         assert_has(engines[0], r.ranks, 1)
 
     syncing(engines, tmp_path, scenario)
+
+
+class Stages(Ranks):
+    """Each holds its own tensors: two pipeline stages."""
+
+    @cached_property
+    def plan(self) -> ExportPlan:
+        def of_stage(name: str, tensor: torch.Tensor) -> Parameter:
+            return Parameter(name, ((name, tuple(tensor.shape)),), layer=int(name in "cd"))
+
+        return replace(plan_of(self.weights(0), of_stage), num_layers=2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "device"), [("ipc", "cuda"), ("nccl", "cuda"), ("gloo", "cpu"), ("disk", "cpu")]
+)
+def test_sharded_weights_come_from_each_rank_and_again_after_a_failure(transport, device, vllm, tmp_path, monkeypatch):
+    """Two workers, which store everything; an update that fails is one engine's."""
+    fake_nccl.installed(monkeypatch)
+    monkeypatch.setattr(ipc, "gpu_uuid", lambda device: "gpu-0")
+    engine, config = vllm(), WeightsConfig(bucket_bytes=40, sharded=True, transport=transport)
+    engine.world_size, engine.device = 2, device
+    layout = ParallelLayout(2, pp=2)
+
+    async def run() -> None:
+        options: dict[str, Any] = {"deadline": DEADLINE, "trainer_device": device, "shares_gpus": transport == "ipc"}
+        ranks = partial(Stages, gpus=("gpu-0", "gpu-1"), deadline=DEADLINE, layout=layout)
+        async with sync_rig.rig([engine], ranks, config, tmp_path, **options) as r:
+            copies = 1 if transport == "disk" else 2
+            for step in (0, 1, 1, 2):
+                report = await r.sync.sync(version(step))
+                assert report.failed == {}
+                assert_has(engine, r.ranks, step)
+                by_rank = {"a": 72, "b": 10}, {"c": 28, "d": 120}
+                assert report.sent_bytes == tuple(copies * sum(held.values()) for held in by_rank)
+                assert report.metrics()["weights/rank_bytes"] == copies * 148
+            assert engine.paths().count("/init_weight_transfer_engine") == 1
+            route = "/rltool/update_weights" if transport == "nccl" else "/update_weights"
+            engine.fail(route, status=500, times=1)
+            with pytest.raises(WeightSyncFailed):
+                await r.sync.sync(version(3))
+            assert (await r.sync.sync(version(3))).failed == {}
+            assert_has(engine, r.ranks, 3)
+            await r.sync.leave()
+
+    asyncio.run(run())
 
 
 class Adapters(Ranks):

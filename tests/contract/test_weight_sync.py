@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -202,7 +203,13 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
             assert healthy.version == str(version(1)) and not healthy.paused
             assert r.fleet.serving() == (healthy.url,)
             sick.heal()
-            await r.sync.sync(version(2))
+            # It held up the others, so for ten times as long it does not again.
+            found = re.search(r"left out of syncs for (\d+) s, as this one waited (\d+) s for it", reason)
+            assert found is not None and abs(int(found[1]) - 10 * int(found[2])) <= 5
+            assert (await r.sync.sync(version(2))).updated == (healthy.url,)
+            assert r.states() == [State.STALE, State.READY]
+            r.fleet.put_off(sick.url, 0.0)
+            await r.sync.sync(version(3))
             assert r.states() == [State.READY] * 2
 
     asyncio.run(run())

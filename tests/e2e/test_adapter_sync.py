@@ -29,7 +29,7 @@ from rltool.engines.adapters import NamedAdapters
 from rltool.engines.client import EngineClient
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints
-from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed, experts_output
+from rltool.engines.plugin.adapters import Placing, build, digests, drop_unnamed, experts_output, place_for
 from rltool.engines.plugin.loading import WeightUpdateError
 from rltool.engines.plugin.patches import LORA_EXPERTS_VARIABLE, experts_with_adapters
 from rltool.engines.plugin.prefetch import NotFetched
@@ -415,6 +415,39 @@ def test_a_place_belongs_to_one_adapter_until_it_is_dropped_and_none_is_lost_in_
         late.register()
 
 
+def test_what_vllm_keeps_of_an_adapter_without_a_name_gives_its_place_where_none_is_free():
+    """One that it loaded from a directory stays in its place when its name is taken back."""
+    manager = worker({}, {f"{LAYER}self_attn.q_proj": (4,)}, 3)
+    adapters, sent = manager._adapter_manager, flat("0.self_attn.q_proj")
+
+    def loaded(lora_id: int) -> list[int | None]:
+        adapters._registered_adapters[lora_id] = build(manager, [sent], PEFT, lora_id)
+        adapters.activate_adapter(lora_id)
+        return adapters.lora_index_to_id
+
+    assert loaded(1) == [1, None]
+    drop_unnamed(manager, [])
+    assert loaded(2) == [1, 2], "there was a place beside it"
+    drop_unnamed(manager, [1, 2])
+    assert adapters.lora_index_to_id == [1, 2], "named, or requests run with it"
+    drop_unnamed(manager, [2])
+    assert adapters.lora_index_to_id == [None, 2] and list(adapters.list_adapters()) == [2]
+
+
+def test_names_that_are_published_or_that_requests_run_on_with_keep_their_places():
+    def request(lora_id: int | None) -> Any:
+        return SimpleNamespace(lora_request=None if lora_id is None else SimpleNamespace(lora_int_id=lora_id))
+
+    states = {"a": request(7), "b": request(None)}
+    models = SimpleNamespace(
+        lora_requests={"x": SimpleNamespace(lora_int_id=3)}, lora_id_counter=SimpleNamespace(inc=lambda _: 9)
+    )
+    engine = SimpleNamespace(output_processor=SimpleNamespace(request_states=states))
+    state = SimpleNamespace(openai_serving_models=models, engine_client=engine)
+    assert place_for(state, {"version": "v"}) is None
+    assert place_for(state, {"version": "v", "peft": PEFT}) == {"peft": PEFT, "id": 9, "named": [3, 7]}
+
+
 def test_tensors_that_a_model_does_not_know_are_refused():
     """vLLM ignores them. Of a model with experts as well, and of a pipeline stage the layers of the others are let
     pass."""
@@ -546,6 +579,17 @@ def test_models_without_adapters_keep_vllms_experts_and_those_with_biases_are_re
     assert chosen(is_lora_enabled=True, has_bias=False).supports_lora()
     with pytest.raises(ValueError, match="its experts have biases; start the server without adapters"):
         chosen(is_lora_enabled=True, has_bias=True)
+
+
+def test_a_worker_begins_with_experts_that_take_adapters_where_the_server_was_started_for_them():
+    code = """if True:
+        import rltool.engines.plugin.worker
+        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+        print(getattr(method.select_unquantized_moe_backend, "rltool", False))
+    """
+    for more, said in (({LORA_EXPERTS_VARIABLE: "1"}, "True"), ({}, "False")):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == [said], done.stderr
 
 
 def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():

@@ -89,8 +89,10 @@ class Fleet:
 
     def syncable(self) -> tuple[str, ...]:
         """Engines that take weights and can be paused for a sync now: the members of the next transfer group. Those
-        that are asleep wake up in it."""
-        return tuple(m.url for m in self.members(State.READY, State.STALE, State.ASLEEP) if m.takes_weights)
+        that are asleep wake up in it; those that are put off are among them only where there are no others."""
+        there = [m for m in self.members(State.READY, State.STALE, State.ASLEEP) if m.takes_weights]
+        now = self.clock()
+        return tuple(m.url for m in [m for m in there if m.put_off_until <= now] or there)
 
     def to_probe(self) -> tuple[str, ...]:
         """Engines to be probed every `probe_seconds`. The paused, the sleeping and the leaving are left alone."""
@@ -188,6 +190,11 @@ class Fleet:
         """PAUSED -> STALE."""
         self._require(url, "fail an update of", State.PAUSED)
         self._move(url, State.STALE, reason, version=None)
+
+    def put_off(self, url: str, seconds: float) -> None:
+        """Leave it out of syncs for so long, or until it is in another state than READY or STALE."""
+        if (member := self.find(url)) is not None:
+            self._update(member, put_off_until=self.clock() + seconds)
 
     def advance(self, version: WeightVersion) -> None:
         """The fleet is at `version` from now on; engines that serve with another are STALE at once.
@@ -404,5 +411,7 @@ class Fleet:
                 f"there is no transition from {before.state.value} to {state.value} ({url}: {reason})"
             )
         now = self.clock()
+        if state is not State.STALE:
+            changes = {"put_off_until": 0.0, **changes}
         self._update(before, state=state, since=now, reason=reason, **changes)
         self._transitions.append(Transition(now, url, before.state, state, reason))

@@ -113,6 +113,8 @@ class Member:
     """When a request that it brought to its end was reported."""
     canary_wanted: bool = False
     """A request failed, and it may have been this engine's fault."""
+    put_off_until: float = 0.0
+    """Clock until which it is left out of syncs, for it held up the last one."""
 
     @property
     def url(self) -> str:

@@ -41,8 +41,8 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 def place_for(state: Any, body: Any) -> dict[str, Any] | None:
-    """What the workers get to know of the adapter of POST /rltool/prefetch: its config, its id, and the ids that
-    have names; None: it is about weights. state: the FastAPI app's."""
+    """What the workers get to know of the adapter of POST /rltool/prefetch: its config, its id, and the ids that have
+    names, or run on without one; None: it is about weights. state: the FastAPI app's."""
     peft = body.get("peft") if isinstance(body, Mapping) else None
     models = getattr(state, "openai_serving_models", None)
     if peft is None or models is None:
@@ -50,8 +50,9 @@ def place_for(state: Any, body: Any) -> dict[str, Any] | None:
     version, ids = body.get("version"), getattr(state, "rltool_placing", {})
     lora_id = ids.get(version) or models.lora_id_counter.inc(1)  # the same, where it is asked for once more
     state.rltool_placing = {version: lora_id}
-    named = [request.lora_int_id for request in models.lora_requests.values()]
-    return {"peft": peft, "id": lora_id, "named": named}
+    running = [each.lora_request for each in state.engine_client.output_processor.request_states.values()]
+    named = {request.lora_int_id for request in (*models.lora_requests.values(), *running) if request is not None}
+    return {"peft": peft, "id": lora_id, "named": sorted(named)}
 
 
 def placed(state: Any, version: str, place: Mapping[str, Any]) -> None:
@@ -157,10 +158,12 @@ class Placing:
 
 
 def drop_unnamed(manager: Any, named: Iterable[int]) -> None:
-    """Of ours, those that were placed and never published: their trainer died between, or another worker failed."""
+    """Of ours, those that were placed and never published: their trainer died between, or another worker failed. Of
+    those that vLLM has loaded, where no place is free, what it keeps for a name that was taken back."""
     adapters, kept = manager._adapter_manager, {*named}
     for lora_id, lora in adapters.list_adapters().items():
-        if isinstance(lora.loras, _Elsewhere) and lora_id not in kept:
+        is_ours = isinstance(lora.loras, _Elsewhere)
+        if lora_id not in kept and (is_ours or None not in adapters.lora_index_to_id):
             adapters.remove_adapter(lora_id)
 
 
@@ -197,7 +200,8 @@ def build(manager: Any, buckets: Buckets, peft: Mapping[str, Any], lora_id: int 
     if unused:
         raise WeightUpdateError(f"the model of this engine has no adapter for {', '.join(unused[:3])}")
     adapters._validate_moe_lora_format(lora)
-    lora.rltool_names = {_module(name, mapper): _module(name, None) for name in tensors}
+    # Of tens of thousands where experts have some, beside generation.
+    lora.rltool_names = {} if mapper is None else {_module(name, mapper): _module(name, None) for name in tensors}
     lora.rltool_shapes = _shapes(adapters, lora)
     adapters._create_merged_loras_inplace(lora)
     return lora

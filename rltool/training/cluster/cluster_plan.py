@@ -36,6 +36,7 @@ from rltool.models.memory import (
     reduced_bytes,
     training_memory,
 )
+from rltool.training.cluster.placement import check_reach
 
 LAYOUT_KEYS = frozenset(
     f"trainer.{key}"
@@ -241,6 +242,12 @@ def plan_cluster(
                 f"engines: {engines.bytes.weights / engines.gpus / GIB:.1f} GiB of weights on each GPU leave no room "
                 f"for a cache in {cluster.gpu_bytes / GIB:.0f} GiB: more GPUs an engine (engines.groups: tp)"
             )
+    if shared and trainer is not None:
+        try:
+            nodes = [str(rank // per_host) for rank in range(trainer.world_size)]
+            check_reach(config.weights, trainer.layout, nodes, [[seat.node for seat in taken] for taken in seats])
+        except UsageError as error:
+            problems.append(str(error))
     held = ranks if shared else ranks + len({(s.node, gpu) for taken in seats for s in taken for gpu in s.gpus})
     transport = _transport(config)
     item = 2 if config.model.dtype == "bfloat16" else 4

@@ -52,7 +52,7 @@ from rltool.processes.stop import GRACE_SECONDS, stop_processes
 from rltool.processes.supervise import ProcessGroup, Watching
 from rltool.router.planned import start_planned_routers
 from rltool.training.cluster.engine_host import EngineHost, HostHandles
-from rltool.training.cluster.placement import PlacementPlan
+from rltool.training.cluster.placement import PlacementPlan, check_reach
 from rltool.training.cluster.places import Place, hosts_of, in_order
 from rltool.training.cluster.ray_calls import Waiting, get_all, is_ready
 from rltool.training.console import LoggedConsole
@@ -124,6 +124,14 @@ class ManagedEngines:
     def start(self, look: Waiting) -> None:
         """Begin to start every engine; `wait` waits. look: see ray_calls.get_all."""
         seats = self._seats()
+        if self._plan.shares_gpus and self._plan.device == "cuda":
+            nodes = [place.node for place in self._places if place.bundle < len(self._plan.trainer)]
+            policy = [
+                [seat.node for seat in taken]
+                for slot, taken in zip(self._plan.slots, seats, strict=True)
+                if slot.group.model == POLICY
+            ]
+            check_reach(self._config.weights, self._config.trainer.layout, nodes, policy)
         settings = _settings(self._config, self._plan, self._run, spread=self._config.ray.address is not None)
         needs = port_needs(self._plan.slots, seats, settings)
         held = self._all(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from rltool.config.parallel import ParallelLayout
+from rltool.config.rollout import WeightsConfig
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import with_sleep_flags
 from rltool.engines.launch.plan import Slot, device_of, engine_slots, shares_seat
 from rltool.errors import UsageError
+from rltool.megatron.shards import held_elsewhere
 from rltool.training.cluster.devices import Device
 from rltool.training.cluster.engine_memory import NOT_SET, EngineMemory
 
@@ -94,6 +97,23 @@ def plan_placement(
     slots = engine_slots(config.engines.groups, device=device, gpus_per_host=gpus_per_host)
     engines = tuple(_bundle(share) for slot in slots if not shares_seat(slot) for share in slot.shares)
     return PlacementPlan(ranks, engines, "managed engines have their own bundles", tuple(slots))
+
+
+def check_reach(
+    weights: WeightsConfig, layout: ParallelLayout, nodes: Sequence[str], engines: Iterable[Collection[str]]
+) -> None:
+    """UsageError where sharded weights would have to come out of memory of another host. nodes: of the ranks, in order;
+    engines: the nodes of each; of one that has several, workers say at the join what they miss."""
+    if not weights.sharded or weights.transport not in ("auto", "ipc"):
+        return
+    for node in dict.fromkeys(node for taken in engines if len(set(taken)) == 1 for node in taken):
+        missing = held_elsewhere(layout, {rank for rank, at in enumerate(nodes) if at == node})
+        if missing:
+            raise UsageError(
+                f"weights.sharded: the engines on host {node} need what rank {', '.join(map(str, missing))} holds, on "
+                'another host, whose memory CUDA IPC does not reach: set weights.transport = "gloo", or lay out the '
+                "ranks so that each host holds the whole model"
+            )
 
 
 def _check_room(slots: Sequence[Slot], ranks: int) -> None:

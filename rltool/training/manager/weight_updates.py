@@ -92,7 +92,7 @@ class WeightUpdates:
     async def resync(self) -> bool:
         """Engines that are STALE take the weights that were published last, which the ranks have to hold. Returns
         whether all did; raises what a rank raises."""
-        stale = {member.url for member in self._fleet.members(State.STALE) if member.takes_weights}
+        stale = {url for url in self._fleet.syncable() if self._fleet.member(url).state is State.STALE}
         if not stale or self._book.published is None:
             return True
         async with self._lock:

@@ -16,7 +16,9 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 from aiohttp import web
@@ -31,8 +33,10 @@ from rltool.engines.plugin.info import PLUGIN_PROTOCOL
 from rltool.engines.plugin.lease import LEASE_PATH, LeaseTable, answer, refused
 from rltool.engines.plugin.prefetch import Prefetcher
 from rltool.engines.plugin.routes import FINISH_PATH, PREFETCH_PATH, UPDATE_PATH, prefetch
+from rltool.engines.plugin.sharded import Info, ShardedChannel, open_shards
 from rltool.engines.plugin.worker import WeightUpdateRecovery
 from rltool.engines.transfer import wire
+from rltool.engines.transfer.shards import Box
 from rltool.engines.types import Bucket, Routing, TensorMeta
 from rltool.errors import EngineError
 from tests.contract.fakes import experts, ipc
@@ -670,6 +674,8 @@ class FakeVllm(FakeServer):
             elif info["transport"] == "ipc":
                 for worker in self.gpu_workers:
                     await asyncio.to_thread(worker.open, info["handles"])
+            elif info["transport"].endswith("-sharded"):
+                self._group = await asyncio.to_thread(ShardWorkers, info, self.world_size)
         except (RuntimeError, EngineError) as error:  # torch's own errors at a rendezvous that fails, or NCCL's
             return _worker_failed(str(error))
         self.transport = info["transport"]
@@ -736,6 +742,10 @@ class FakeVllm(FakeServer):
             elif info.get("version") is not None:
                 for held, flat in self.prefetcher.buckets(info["version"]):
                     self.tensors |= {name: tensor.clone() for name, tensor in wire.split_flat(flat, held)}
+            elif isinstance(self._group, ShardWorkers):
+                buckets = _cut(bucket, info) if info.get("bucket_sizes") else [bucket]
+                for each in buckets:
+                    self.tensors |= await asyncio.to_thread(self._group.receive, each, info.get("path"))
             elif self.transport == "nccl":
                 group = self._group  # which is left meanwhile, where the trainer gives up
                 self.tensors |= await asyncio.to_thread(lambda: dict(group.receive_buckets(_cut(bucket, info))))
@@ -794,6 +804,39 @@ class FakeVllm(FakeServer):
         if self._group is not None:
             self._group.shutdown()
             self._group = None
+
+
+class ShardWorkers:
+    """The plugin's own channels of weights.sharded, of workers on GPUs gpu-0, gpu-1 and so on, which all store
+    everything."""
+
+    def __init__(self, info: dict[str, Any], count: int) -> None:
+        blank = {name: "" for name in Info.__annotations__} | {"rank_offset": 1, "world_size": 1 + count, "stores": ()}
+        self._info: Any = SimpleNamespace(**blank | info)
+        self._pool = ThreadPoolExecutor(count)
+        self._channels = list(self._pool.map(self._open, range(count)))
+
+    def _open(self, worker: int) -> ShardedChannel:
+        import torch
+
+        def needs(buckets: Any) -> dict[str, list[Box]]:
+            return {meta.name: [Box.whole(meta.shape)] for bucket in buckets for meta in bucket}
+
+        return open_shards(
+            self._info, self._info.rank_offset + worker, torch.device("cpu"), lambda: f"gpu-{worker}", needs
+        )
+
+    def receive(self, bucket: Bucket, path: str | None) -> dict[str, Any]:
+        """Raises ChannelError, which is a RuntimeError."""
+        found = list(self._pool.map(lambda channel: channel.receive_boxes(bucket, path), self._channels))
+        named = [{name: tensor for name, boxes in each.items() for tensor in boxes.values()} for each in found]
+        assert all(torch_equal(named[0].items(), each.items()) for each in named), "the workers disagree"
+        return named[0]
+
+    def shutdown(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        self._pool.shutdown(wait=False)
 
 
 def torch_equal(one: Any, other: Any) -> bool:

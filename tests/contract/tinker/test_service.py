@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import json
-import math
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from aiohttp.test_utils import TestClient, TestServer
 from rich.console import Console
 
 import rltool.report.served as report_module
+import rltool.tinker.books as books_module
 import rltool.tinker.journal as journal_module
 import rltool.tinker.main as main_module
 import rltool.tinker.service as service_module
@@ -46,8 +46,8 @@ from rltool.processes.state import state_of_this_process, write_state
 from rltool.report.served import read_served
 from rltool.tinker.full_weights import PublishedWeights
 from rltool.tinker.journal import Call, Journal, Lines
-from rltool.tinker.limits import Limits, Refused, size_of
-from rltool.tinker.paths import SAMPLERS, STATES, CheckpointPath
+from rltool.tinker.limits import Refused
+from rltool.tinker.paths import STATES, CheckpointPath
 from rltool.tinker.samples import Samples
 from rltool.tinker.sampling import Absent, LoadedAdapters, SampleRequest, parse_sample
 from rltool.tinker.server import PREFIX, TinkerServer
@@ -58,46 +58,22 @@ from rltool.training.served import StepOutput
 from rltool.training.stopping import StopSignal
 from tests.contract.tinker.plain_trainer import PlainTrainer
 from tests.contract.tinker.protos import field, forward_proto
-from tests.contract.tinker.tested_by import check_called
+from tests.contract.tinker.services import (
+    Endless,
+    clock,
+    forward,
+    full_disk,
+    made,
+    make,
+    model_of,
+    only_one,
+    running_on,
+)
 from tests.e2e.engines import clients_python
-
-
-@pytest.fixture(autouse=True)
-def calls_what_the_docs_say(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    servers: list[TinkerServer] = []
-    app = TinkerServer.app
-
-    def noted(server: TinkerServer) -> Any:
-        servers.append(server)
-        return app(server)
-
-    monkeypatch.setattr(TinkerServer, "app", noted)
-    yield
-    check_called(request.node.name, {}, sum((server.requests for server in servers), Counter()))
-
-
-class Endless:
-    """Samples that no engine ends."""
-
-    max_model_len, at_once = 8, 16
-
-    async def sample(self, asked: SampleRequest, weights: Path | None) -> SampleOutput:
-        await asyncio.Event().wait()
-        raise AssertionError
 
 
 class Killed(BaseException):
     """Nothing of the process goes on after it."""
-
-
-def make(directory: Path, *, snapshot_every: int = 3, **limits: Any) -> tuple[Service, PlainTrainer]:
-    trainer = PlainTrainer()
-    return Service(directory, trainer, "base", limits=Limits(**limits), snapshot_every=snapshot_every), trainer
-
-
-async def forward(service: Service, client: str, model: str, seq: int, *, seed: int = 0) -> Any:
-    proto = forward_proto(model, seq, tokens=[1, 2, 3 + seed], targets=[2, 3 + seed, 5])
-    return await service.on_model(client, "forward_backward", model, seq, {"proto": base64.b64encode(proto).decode()})
 
 
 async def life(service: Service, session: str, known: dict[int, Any]) -> list[Any]:
@@ -232,57 +208,6 @@ def test_after_a_kill_at_any_point_the_state_is_that_of_the_acknowledged_calls(t
     assert 40 < count < 899
 
 
-class OnlyOne(PlainTrainer):
-    """Trains all weights, of one model at a time, as ranks do."""
-
-    def create(self, name: str, adapter: Any, seed: int) -> None:
-        if self.models:
-            raise UsageError(f"model {next(iter(self.models))!r} trains all weights")
-        super().create(name, adapter, seed)
-
-
-def only_one(directory: Path, **limits: Any) -> tuple[Service, PlainTrainer]:
-    trainer = OnlyOne()
-    return Service(directory, trainer, "base", limits=Limits(rank=0, **limits), snapshot_every=100), trainer
-
-
-@contextmanager
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """[0]: seconds that the services' clock is ahead."""
-    ahead, monotonic = [0.0], service_module.time.monotonic
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            service_module, "time", SimpleNamespace(
-                monotonic=lambda: monotonic() + ahead[0], time=service_module.time.time,
-                perf_counter=service_module.time.perf_counter,
-            )
-        )  # fmt: skip
-        patch.setattr(service_module, "STALL_SECONDS", math.inf)
-        yield ahead
-
-
-async def running_on(service: Service, work: Awaitable[Any]) -> Any:
-    running = asyncio.create_task(service.run())
-    await asyncio.sleep(0)  # from here on it watches for stalls
-    while any(each.last > service._done.get(name, -1) for name, each in service._models.items()):
-        await asyncio.sleep(0.001)  # what was done before is done again
-    try:
-        return await work
-    finally:
-        running.cancel()
-        await asyncio.wait({running})
-        service.close()
-
-
-async def made(service: Service, client: str, session: str | None = None, number: int = 0) -> str:
-    """A model that the trainer has."""
-    session = session or await service.open_session(client)
-    body = {"session_id": session, "model_seq_id": number, "base_model": "base"}
-    call = await service.create_model(client, body)
-    assert "error" not in (await service.result(client, call.number, 5) or {"error": "none"}), call
-    return call.model
-
-
 def test_what_was_done_is_done_again_in_the_order_of_before_also_where_a_client_unloaded_for_another(tmp_path):
     """Of each client the first calls in turn would make b's model beside a's, which the trainer refuses."""
 
@@ -313,103 +238,9 @@ def test_what_was_done_is_done_again_in_the_order_of_before_also_where_a_client_
     assert service.models() == {"b": 1} and refused not in service.models_of("b")
 
 
-def test_an_idle_model_is_evicted_for_another_and_one_of_an_active_session_is_not(tmp_path, monkeypatch):
-    async def first(service: Service, ahead: list[float]) -> str:
-        one = await made(service, "a")
-        await save(service, one, 1, "kept")
-        ahead[0] += 61
-        service.heartbeat("a", one.partition(":")[0])
-        ahead[0] += 59
-        with pytest.raises(AssertionError):
-            await made(service, "b")  # a's session is active
-        ahead[0] += 2
-        session = await service.open_session("b")
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
-        two = await service.create_model("b", body)
-        assert await service.create_model("b", body) == two
-        assert "error" not in (await service.result("b", two.number, 5) or {"error": "none"})
-        assert service.models() == {"b": 1} and names(service, one) == ["kept"]
-        with pytest.raises(Refused, match="is unloaded \\(evicted: its session was idle for 60 s\\)"):
-            await forward(service, "a", one, 2)
-        return one
-
-    async def again(service: Service, ahead: list[float], one: str) -> None:
-        ahead[0] += 59
-        with pytest.raises(AssertionError):
-            await made(service, "a")  # this process has not run long enough to know b's session as idle
-        ahead[0] += 2
-        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "optimizer": True}
-        call = await service.load_weights("a", body | {"path": f"tinker://{one}/weights/kept"})
-        assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
-        assert service.models() == {"a": 1}
-
-    with clock(monkeypatch) as ahead:
-        service, _ = only_one(tmp_path, session_timeout=60.0)
-        one = asyncio.run(running_on(service, first(service, ahead)))
-        ahead[0] += 1000  # without a server
-        service, trainer = only_one(tmp_path, session_timeout=60.0)
-        asyncio.run(running_on(service, again(service, ahead, one)))
-        assert len(trainer.models) == 1
-        service, restored = only_one(tmp_path, session_timeout=60.0)
-        asyncio.run(running_on(service, asyncio.sleep(0.2)))
-        [held], [found] = trainer.models.items(), restored.models.items()
-        assert held[0] == found[0] and torch.equal(held[1]["weights"], found[1]["weights"])
-
-
-def test_a_server_that_stalled_itself_takes_no_session_for_idle(tmp_path, monkeypatch):
-    async def case(service: Service, ahead: list[float]) -> None:
-        await made(service, "a")
-        ahead[0] += 61
-        await asyncio.sleep(0.05)
-        with pytest.raises(AssertionError):
-            await made(service, "b")
-        for _ in range(4):
-            ahead[0] += 20
-            await asyncio.sleep(0.05)
-        await made(service, "b")
-
-    with clock(monkeypatch) as ahead:
-        monkeypatch.setattr(service_module, "STALL_SECONDS", 30.0)
-        monkeypatch.setattr(service_module, "STALL_CHECK_SECONDS", 0.001)
-        service, _ = only_one(tmp_path, session_timeout=60.0)
-        asyncio.run(running_on(service, case(service, ahead)))
-
-
-def test_of_adapters_idle_ones_of_the_same_client_are_evicted_the_longest_idle_first_and_none_with_calls_to_do(
-    tmp_path, monkeypatch
-):
-    async def case(service: Service, ahead: list[float]) -> None:
-        others = await made(service, "b")
-        sessions = [await service.open_session("a") for _ in range(2)]
-        first, second = [await made(service, "a", session) for session in sessions]
-        ahead[0] += 30
-        service.heartbeat("a", sessions[0])
-        ahead[0] += 31
-        third = await made(service, "a")
-        assert service.models_of("a") == [first, third]
-        with pytest.raises(Refused, match="its session was idle for 60 s"):
-            await forward(service, "a", second, 1)
-        await service.result("b", (await forward(service, "b", others, 1)).number, 5)
-        ahead[0] += 31
-        body = {"session_id": await service.open_session("a"), "model_seq_id": 0, "base_model": "base"}
-        call = await forward(service, "a", first, 1)
-        ahead[0] += 61
-        service.heartbeat("a", third.partition(":")[0])
-        with pytest.raises(UsageError, match="2 models, the most"):
-            await service.create_model("a", body)  # its call is not done
-        await service.result("a", call.number, 5)
-        ahead[0] += 61
-        service.heartbeat("a", third.partition(":")[0])
-        await service.create_model("a", body)
-
-    with clock(monkeypatch) as ahead:
-        service, _ = make(tmp_path, models=2, session_timeout=60.0)
-        asyncio.run(running_on(service, case(service, ahead)))
-
-
 def test_a_journal_stays_small_and_knows_what_it_has_forgotten(tmp_path, monkeypatch):
     monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
-    monkeypatch.setattr(service_module, "KEPT_SAMPLERS", 5)
+    monkeypatch.setattr(books_module, "KEPT_SAMPLERS", 5)
     threads, forget = set[int](), Service._forget
 
     def noted(service: Service, call: Call) -> None:
@@ -574,34 +405,6 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path):
         make(tmp_path)
 
 
-@contextmanager
-def full_disk(monkeypatch: pytest.MonkeyPatch, *only: str) -> Iterator[None]:
-    """Writes to files of the journal of these names, or all, fail after half of the bytes; the first time the file
-    cannot be cut back either."""
-    write, truncate, failing = os.write, os.ftruncate, [True]
-
-    def is_full(file: int) -> bool:
-        name = os.path.basename(os.readlink(f"/proc/self/fd/{file}"))
-        return name.endswith(".jsonl") and (not only or name in only)
-
-    def half(file: int, data: bytes) -> int:
-        if not is_full(file):
-            return write(file, data)
-        write(file, data[: len(data) // 2])
-        raise OSError(28, "No space left on device")
-
-    def cut(file: int, size: int) -> None:
-        if is_full(file) and failing:
-            failing.clear()
-            raise OSError(5, "Input/output error")
-        truncate(file, size)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", half)
-        patch.setattr(os, "ftruncate", cut)
-        yield
-
-
 def test_a_call_that_the_disk_does_not_take_is_answered_503_and_the_journal_stays_whole(tmp_path, monkeypatch):
     async def post(http: Any, route: str, body: Any) -> tuple[int, Any]:
         async with http.post(PREFIX + route, json=body, headers={"X-API-Key": "tml-a"}) as reply:
@@ -667,49 +470,6 @@ def test_a_result_that_the_disk_does_not_take_is_given_out_when_it_does_and_the_
     (found, one), (expected, other) = asyncio.run(case(True)), asyncio.run(case(False))
     assert "proto" in found[0] and "metrics" in found[1] and len(expected) == 2
     assert one.any() and one.shape == other.shape
-
-
-@pytest.mark.parametrize("kind", ["save_weights", "save_weights_for_sampler"])
-def test_a_save_that_the_disk_does_not_take_is_its_calls_error_and_its_name_can_be_given_again(
-    tmp_path, monkeypatch, kind
-):
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    async def call(service: Service, seq: int, **more: Any) -> tuple[str, dict[str, Any]]:
-        model = service.models_of("a")[0]
-        made = await getattr(service, kind)("a", {"model_id": model, "seq_id": seq, **more})
-        return model, await service.result("a", made.number, 5) or {}
-
-    async def first(service: Service) -> None:
-        await made(service, "a")
-        with monkeypatch.context() as patch:
-            patch.setattr(PlainTrainer, "save", full)
-            model, said = await call(service, 1, path="s")
-            text = f"SaveFailed: .* was not written to {tmp_path}/.*/{model}/s: No space left on device; make room"
-            assert re.match(text, said["error"]) and said["category"] == "server"
-            if kind == "save_weights_for_sampler":
-                await call(service, 2, sampling_session_seq_id=0, kind="inflight")
-                session = model.partition(":")[0]
-                with pytest.raises(Refused, match="no sampling session"):
-                    service.demand_sampler("a", f"{session}:sample:0")
-                assert service._models[model].inflight == []
-
-    async def then(service: Service, trainer: PlainTrainer) -> None:
-        [model] = service.models_of("a")
-        assert names(service, model) == [], "not by carrying it out again either"
-        await forward(service, "a", model, 3)
-        await service.optim_step("a", {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}})
-        assert "path" in (await call(service, 5, path="s"))[1]
-        assert names(service, model) == ["s"]
-        kept = "checkpoints" if kind == "save_weights" else "samplers"
-        saved = torch.load(tmp_path / kept / model / "s" / "state.pt", weights_only=True)["weights"]
-        assert torch.equal(saved, trainer.models[model]["weights"])
-
-    service, _ = make(tmp_path, snapshot_every=100, checkpoints=1)
-    asyncio.run(running_on(service, first(service)))
-    service, trainer = make(tmp_path, snapshot_every=100, checkpoints=1)
-    asyncio.run(running_on(service, then(service, trainer)))
 
 
 def test_a_snapshot_that_the_disk_does_not_take_is_made_later_and_calls_go_on(tmp_path, monkeypatch, caplog):
@@ -803,123 +563,6 @@ def test_other_requests_are_answered_while_a_call_waits_for_the_disk_and_one_who
     asyncio.run(case())
 
 
-def test_other_requests_are_answered_while_weights_are_removed_and_what_a_kill_left_of_them_goes(tmp_path, monkeypatch):
-    begun, ends, rmtree = threading.Event(), threading.Event(), shutil.rmtree
-
-    def slow(directory: Path, **named: Any) -> None:
-        begun.set()
-        ends.wait(10)
-        rmtree(directory, **named)
-
-    async def case(service: Service) -> Path:
-        model = await made(service, "a")
-        call = await service.save_weights_for_sampler("a", {"model_id": model, "seq_id": 1, "path": "x"})
-        await service.result("a", call.number, 5)
-        there = tmp_path / "samplers" / model
-        assert [each.name for each in there.iterdir()] == ["x"]
-        with monkeypatch.context() as patch:
-            patch.setattr(shutil, "rmtree", slow)
-            deleting = asyncio.create_task(service.delete_checkpoint("a", CheckpointPath(model, SAMPLERS, "x")))
-            await asyncio.to_thread(begun.wait, 10)
-            service.heartbeat("a", model.partition(":")[0])
-            assert not deleting.done() and not (there / "x").exists() and service.checkpoints.newest_weights() is None
-            ends.set()
-            await deleting
-        assert list(there.iterdir()) == []
-        return there
-
-    service, _ = make(tmp_path, snapshot_every=1)
-    there = asyncio.run(running_on(service, case(service)))
-    (there / ".removed-0123").mkdir()
-    service, _ = make(tmp_path)
-    assert list(there.iterdir()) == []
-    service.close()
-
-
-def test_models_that_are_made_at_once_evict_one_each_and_one_that_is_refused_evicts_none(tmp_path, monkeypatch):
-    async def begun(service: Service, ahead: list[float]) -> list[dict[str, Any]]:
-        for _ in range(2):
-            await made(service, "a")
-        ahead[0] += 61
-        session = await service.open_session("a")
-        return [{"session_id": session, "model_seq_id": number, "base_model": "base"} for number in range(2)]
-
-    async def both(service: Service, ahead: list[float]) -> None:
-        bodies = await begun(service, ahead)
-        calls = await asyncio.gather(*(service.create_model("a", body) for body in bodies))
-        for call in calls:
-            assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
-        assert service.models() == {"a": 2} and service.models_of("a") == [call.model for call in calls]
-
-    async def refused(service: Service, ahead: list[float]) -> None:
-        running = asyncio.create_task(service.run())
-        [body, _] = await begun(service, ahead)
-        one, two = service.models_of("a")
-        running.cancel()
-        await asyncio.wait({running})
-        await forward(service, "a", two, 1)
-        with pytest.raises(Refused, match="1 calls wait already"):
-            await service.create_model("a", body)
-        await service.unload_model("a", {"model_id": two})
-        assert service.models() == {"a": 1} and not service._models[one].unloaded
-        service.close()
-
-    with clock(monkeypatch) as ahead:
-        service, _ = make(tmp_path / "both", models=2, session_timeout=60.0)
-        asyncio.run(running_on(service, both(service, ahead)))
-        service, _ = make(tmp_path / "refused", models=2, session_timeout=60.0, in_flight=1)
-        asyncio.run(refused(service, ahead))
-
-
-def test_nothing_is_made_in_a_session_that_is_finished_at_the_same_time(tmp_path):
-    async def case() -> None:
-        service, _ = make(tmp_path)
-        session = await service.open_session("a")
-        made = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
-        opened = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "base"}
-        finishing = service.finish_session("a", session, None)
-        works = finishing, service.create_model("a", made), service.open_sampler("a", opened)
-        found = await asyncio.gather(*works, return_exceptions=True)
-        assert [str(each) for each in found[1:]] == [f"session {session} is finished; open another"] * 2
-        assert service.sessions_of("a") == [] and not service._models and not service._samplers
-
-    asyncio.run(case())
-
-
-@pytest.mark.parametrize("number", [-1, 2**63, 10**300, 1.5, "1", True, None])
-def test_numbers_that_names_of_files_are_made_of_are_bounded_and_numbers_of_calls_are_numbers(tmp_path, number):
-    """A name that the file system refuses would end the server, at each of its starts."""
-
-    async def case() -> None:
-        service, _ = make(tmp_path)
-        model = await model_of(service, "a")
-        of_session = {"session_id": model.partition(":")[0], "base_model": "base"}
-        for refused in (
-            service.create_model("a", of_session | {"model_seq_id": number}),
-            service.optim_step("a", {"model_id": model, "seq_id": number}),
-            service.save_weights_for_sampler("a", {"model_id": model, "seq_id": number, "sampling_session_seq_id": 0}),
-            service.open_sampler("a", of_session | {"sampling_session_seq_id": number}),
-        ):  # fmt: skip
-            with pytest.raises(UsageError, match=r"expected an integer from 0 to 2\*\*63 - 1"):
-                await refused
-        with pytest.raises(UsageError, match="learning_rate is 1000+, expected a number"):
-            await service.optim_step("a", {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 10**400}})
-        seeded = of_session | {"model_seq_id": 1, "lora_config": {"rank": 1, "seed": number}}
-        if number is None or number == -1:
-            await service.create_model("a", seeded)
-        else:
-            with pytest.raises(UsageError, match="lora_config.seed is .*, expected an integer"):
-                await service.create_model("a", seeded)
-
-    asyncio.run(case())
-
-
-async def model_of(service: Service, client: str) -> str:
-    session = await service.open_session(client)
-    call = await service.create_model(client, {"session_id": session, "model_seq_id": 0, "base_model": "base"})
-    return call.model
-
-
 def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refused(tmp_path):
     async def case() -> None:
         service, _ = make(tmp_path)
@@ -935,6 +578,27 @@ def test_a_repeated_call_is_carried_out_once_and_another_of_its_number_is_refuse
         assert first == again and first.body["sampling_session"].endswith(":sample:4")
         with pytest.raises(UsageError, match="a seq_id is used once"):
             await service.save_weights_for_sampler("a", saves[0] | {"kind": "inflight"})
+
+    asyncio.run(case())
+
+
+def test_polls_of_one_result_that_give_up_leave_the_others_waiting(tmp_path):
+    """As a client asks again where an answer takes long."""
+
+    async def case() -> None:
+        service, _ = make(tmp_path)
+        call = await forward(service, "a", await model_of(service, "a"), 1)
+        waiting = asyncio.create_task(service.result("a", call.number, 20))
+        cancelled = asyncio.create_task(service.result("a", call.number, 20))
+        assert await service.result("a", call.number, 0.01) is None
+        cancelled.cancel()
+        await asyncio.wait({cancelled})
+        assert not waiting.done()
+        running = asyncio.create_task(service.run())
+        assert "proto" in (await waiting or {})
+        running.cancel()
+        await asyncio.wait({running})
+        service.close()
 
     asyncio.run(case())
 
@@ -1022,491 +686,6 @@ def test_another_clients_sessions_models_results_and_checkpoints_are_not_there(t
             with pytest.raises(Refused) as error:
                 await refused
             assert error.value.status == 404
-
-    asyncio.run(case())
-
-
-def test_limits_are_refused_by_name(tmp_path):
-    async def case() -> None:
-        service, _ = make(tmp_path, in_flight=3, models=1, checkpoints=1)
-        model = await model_of(service, "a")
-        with pytest.raises(UsageError, match="1 models, the most"):
-            await model_of(service, "a")
-        await service.save_weights("a", {"model_id": model, "seq_id": 1, "path": "x"})
-        with pytest.raises(UsageError, match="a name is given once"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 2, "path": "x"})
-        with pytest.raises(UsageError, match="1 checkpoints, the most"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 2, "path": "y"})
-        await forward(service, "a", model, 2)
-        with pytest.raises(Refused, match="3 calls wait already") as error:
-            await forward(service, "a", model, 3)
-        assert error.value.status == 429
-        await model_of(service, "b")  # has limits of its own
-
-    asyncio.run(case())
-
-
-def test_bytes_of_calls_and_samples_are_bounded_together_and_counted_again_after_a_restart(tmp_path):
-    """Of a call that fails, and a sample that is cancelled, too."""
-    size = len(forward_proto("0" * 24 + ":train:0", 2, tokens=[1, 2, 3], targets=[2, 3, 5]))
-    sample = {"sampling_session_id": "s", "seq_id": 1, "prompt": {"chunks": [{"tokens": [1]}]}}
-    sample["sampling_params"] = {"max_tokens": 1, "stop": ["x"]}
-
-    async def case() -> None:
-        service, _ = make(tmp_path, queued_bytes=4 * size)
-        model = await model_of(service, "a")
-        before = service.queued.by_client()["a"]
-        assert 0 < before < size
-        calls = [await forward(service, "a", model, seq) for seq in (1, 2)]
-        assert service.queued.by_client() == {"a": before + 2 * size}
-        samples = Samples(Endless(), vocab_size=10, most=9, queued=service.queued)
-        number = samples.begin("a", sample, lambda: None)
-        text = f"{before + 2 * size} bytes of calls and {service.queued.samples['a']} of samples have not ended, and "
-        text += f"a client may have {4 * size} bytes .--max-queued-bytes. in all"
-        with pytest.raises(Refused, match=text) as error:
-            await forward(service, "a", model, 3)
-        assert error.value.status == 429
-        assert await forward(service, "a", model, 2) == calls[1], "a repetition has its room"
-        with pytest.raises(Refused, match="--max-queued-bytes") as error:
-            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
-        assert error.value.status == 429
-        await model_of(service, "b")  # has bytes of its own
-        samples.cancel("a", number)
-        assert "cancelled" in (await samples.result("a", number, 5) or {})["error"]
-        assert service.queued.by_client()["a"] == before + 2 * size
-        calls.append(await forward(service, "a", model, 3))
-        with pytest.raises(Refused, match="--max-queued-bytes"):
-            samples.begin("a", sample | {"seq_id": 2}, lambda: None)
-        await samples.close()
-        service.close()
-
-        again, _ = make(tmp_path, queued_bytes=4 * size)
-        assert again.queued.by_client()["a"] == before + 3 * size
-        with pytest.raises(Refused, match=f"{before + 3 * size} bytes of calls and 0 of samples"):
-            await forward(again, "a", model, 4)
-        running = asyncio.create_task(again.run())
-        assert "proto" in (await again.result("a", calls[2].number, 5) or {})
-        wrong = await again.on_model("a", "optim_step", model, 4, {"adam_params": {"beta3": 0.5}})
-        assert "error" in (await again.result("a", wrong.number, 5) or {})
-        assert again.queued.by_client() == {}
-        running.cancel()
-        await asyncio.wait({running})
-        for room, status in ((1.5, 429), (0.5, 413)):
-            again.queued._most = int(room * size)
-            await forward(again, "a", model, 5)
-            with pytest.raises(Refused, match="--max-queued-bytes") as error:
-                await forward(again, "a", model, 6)
-            assert error.value.status == status
-        again.close()
-
-    asyncio.run(case())
-    with pytest.raises(ValueError, match="less than max_body_bytes"):
-        ServeTrainerConfig(max_queued_bytes=2000)
-
-
-async def is_done(service: Service, call: Call) -> None:
-    while not service._is_done(call) or call.number not in service._journal.results:
-        await asyncio.sleep(0.001)
-    await asyncio.sleep(0.005)  # and in the books
-
-
-def test_bytes_of_results_are_bounded_and_one_that_was_let_go_is_an_error_by_name_over_a_restart_too(tmp_path):
-    """Those that were fetched go first, then the oldest; another client's stay."""
-
-    async def size_of_one() -> int:
-        service, _ = make(tmp_path / "size")
-        running = asyncio.create_task(service.run())
-        call = await forward(service, "a", await made(service, "a"), 1)
-        size = size_of(await service.result("a", call.number, 5) or {})
-        running.cancel()
-        await asyncio.wait({running})
-        service.close()
-        return size
-
-    async def first(service: Service) -> list[int]:
-        other = await forward(service, "b", await made(service, "b"), 1)
-        await is_done(service, other)
-        model, numbers = await made(service, "a"), list[int]()
-        for seq in range(1, 6):
-            call = await forward(service, "a", model, seq)
-            await is_done(service, call)
-            numbers.append(call.number)
-            if seq == 2:
-                assert "proto" in (await service.result("a", call.number, 0) or {})
-            if seq == 3:
-                assert await let_go(service, numbers) == [2], "what was fetched"
-        assert await let_go(service, numbers) == [1, 2, 3]
-        assert "proto" in (await service.result("b", other.number, 0) or {})
-        return numbers
-
-    async def let_go(service: Service, numbers: list[int]) -> list[int]:
-        assert 0 < service.kept.bytes["a"] <= service.kept._most
-        found = [service._journal.results[number] for number in numbers]
-        return [seq for seq, result in enumerate(found, 1) if "proto" not in result]
-
-    async def then(service: Service, numbers: list[int]) -> None:
-        assert await let_go(service, numbers) == [1, 2, 3], "counted again"
-        for place, number in enumerate(numbers):
-            found = await service.result("a", number, 0) or {}
-            if place < 3:
-                text = f"ResultGone: the forward_backward was carried out, and its result of {size} bytes was let go"
-                assert text in found["error"] and "(--max-queued-bytes)" in found["error"]
-                assert found["category"] == "server"
-            else:
-                assert "proto" in found
-
-    size = asyncio.run(size_of_one())
-    most = int(2.5 * size)
-    service, _ = make(tmp_path / "a", snapshot_every=100, queued_bytes=most)
-    numbers = asyncio.run(running_on(service, first(service)))
-    results = tmp_path / "a" / "results.jsonl"
-    assert "ResultGone" not in results.read_text()
-    for snapshot_every in (100, 1, 100):
-        service, _ = make(tmp_path / "a", snapshot_every=snapshot_every, queued_bytes=most)
-        asyncio.run(running_on(service, then(service, numbers)))
-    assert results.read_text().count("ResultGone") == 3, "their bytes have left the disk, too"
-
-
-def test_a_model_that_the_trainer_refuses_is_neither_listed_nor_counted(tmp_path, monkeypatch):
-    def refuse(*_: Any) -> None:
-        raise UsageError("no room")
-
-    async def case() -> None:
-        service, trainer = make(tmp_path, models=1)
-        running = asyncio.create_task(service.run())
-        session = await service.open_session("a")
-        body = {"session_id": session, "base_model": "base"}
-        with monkeypatch.context() as patched:
-            patched.setattr(trainer, "create", refuse)
-            refused = await service.create_model("a", body | {"model_seq_id": 0})
-            assert "no room" in (await service.result("a", refused.number, 5) or {})["error"]
-        assert service.models() == {} and service.models_of("a") == []
-        made = await service.create_model("a", body | {"model_seq_id": 1})
-        assert "error" not in (await service.result("a", made.number, 5) or {"error": ""})
-        assert await service.create_model("a", body | {"model_seq_id": 0}) == refused, "a repetition is answered"
-        with pytest.raises(UsageError, match="1 models, the most"):
-            await service.create_model("a", body | {"model_seq_id": 2})
-        running.cancel()
-        await asyncio.wait({running})
-        service.close()
-        again, _ = make(tmp_path, models=1)
-        assert again.models_of("a") == [made.model] and again.models() == {"a": 1}
-
-    asyncio.run(case())
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"adam_params": {"momentum": 1}}, "momentum is not supported"),
-        ({"adam_params": {"beta1": "x"}}, "expected a number"),
-        ({"optimizer_params": {"type": "dimuon"}}, "optimizer 'dimuon' is not supported"),
-        ({"foo": 1}, "foo is not supported"),
-    ],
-)
-def test_settings_that_would_have_no_effect_are_refused(tmp_path, given, message):
-    async def case() -> None:
-        service, _ = make(tmp_path)
-        model = await model_of(service, "a")
-        with pytest.raises(UsageError, match=message):
-            await service.optim_step("a", {"model_id": model, "seq_id": 1, **given})
-        with pytest.raises(UsageError, match="overwrite is not supported"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 1, "overwrite": True})
-        with pytest.raises(UsageError, match="ttl_seconds is 5, expected an integer from 3600 to 315360000"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 1, "ttl_seconds": 5})
-
-    asyncio.run(case())
-
-
-async def save(service: Service, model: str, seq: int, name: str, **more: Any) -> None:
-    call = await service.save_weights("a", {"model_id": model, "seq_id": seq, "path": name, **more})
-    assert "path" in (await service.result("a", call.number, 5) or {})
-
-
-def names(service: Service, model: str) -> list[str]:
-    return [each.path.name for each in service.saved(model)]
-
-
-def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_away_stays(tmp_path, monkeypatch):
-    async def case() -> None:
-        service, _ = make(tmp_path, checkpoints=3)
-        running = asyncio.create_task(service.run())
-        model = await model_of(service, "a")
-        await save(service, model, 1, "brief", ttl_seconds=3600)
-        await save(service, model, 2, "kept", ttl_seconds=3600)
-        await save(service, model, 3, "later")
-        await service.set_ttl("a", CheckpointPath(model, STATES, "kept"), None)
-        await service.set_ttl("a", CheckpointPath(model, STATES, "later"), 7200)
-        now = service_module.time.time()
-        monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
-        await service.expire()
-        assert set(names(service, model)) == {"kept", "later"}
-        body = {"model_id": model, "seq_id": 4, "path": f"tinker://{model}/weights/brief"}
-        with pytest.raises(Refused, match="there is no checkpoint"):
-            await service.load_weights("a", body)
-        await save(service, model, 4, "after")  # the deleted one does not count
-        running.cancel()
-        service.close()
-        service, _ = make(tmp_path)
-        assert set(names(service, model)) == {"kept", "later", "after"}
-        monkeypatch.setattr(service_module.time, "time", lambda: now + 7300)
-        await service.expire()
-        assert set(names(service, model)) == {"kept", "after"}
-        service.close()
-
-    asyncio.run(case())
-    kinds = {(call.kind, call.body.get("kind")) for call in Journal(tmp_path).calls.values()}
-    assert {("delete_checkpoint", STATES), ("checkpoint_ttl", STATES)} <= kinds, "in every line"
-    assert kinds.isdisjoint({("delete_checkpoint", None), ("checkpoint_ttl", None)})
-
-
-def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tmp_path, monkeypatch):
-    async def case() -> None:
-        service, _ = make(tmp_path, checkpoints=2)
-        running = asyncio.create_task(service.run())
-        model = await model_of(service, "a")
-
-        async def publish(seq: int, name: str, **more: Any) -> None:
-            body = {"model_id": model, "seq_id": seq, "path": name, **more}
-            call = await service.save_weights_for_sampler("a", body)
-            assert (await service.result("a", call.number, 5) or {})["path"] == f"tinker://{model}/sampler_weights/{name}"
-
-        def there() -> set[str]:
-            return {each.name for each in (tmp_path / "samplers" / model).iterdir()}
-
-        await publish(1, "brief", ttl_seconds=3600)
-        await publish(2, "kept")
-        with pytest.raises(UsageError, match="the most that a client may have"):
-            await publish(3, "more")
-        with pytest.raises(UsageError, match="ttl_seconds is 5"):
-            await publish(3, "more", ttl_seconds=5)
-        now = service_module.time.time()
-        monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
-        session = model.partition(":")[0]
-        opened = {"session_id": session, "sampling_session_seq_id": 0, "model_path": f"tinker://{model}/sampler_weights/"}
-        with pytest.raises(Refused, match="there are no weights"):
-            await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "brief"})
-        assert await service.open_sampler("a", opened | {"model_path": opened["model_path"] + "kept"})
-        await publish(3, "more")  # what is gone does not count
-        assert there() == {"kept", "more"}
-        with pytest.raises(UsageError, match="a name is given once"):
-            await publish(4, "brief")
-        running.cancel()
-        service.close()
-        service, _ = make(tmp_path, checkpoints=2)
-        with pytest.raises(UsageError, match="the most that a client may have"):
-            await publish(4, "again")
-        await service.expire()
-        assert there() == {"kept", "more"}
-        service.close()
-
-    asyncio.run(case())
-
-
-def test_weights_for_sampling_are_listed_deleted_and_given_a_time_as_checkpoints_are(tmp_path, monkeypatch):
-    async def case(service: Service, trainer: PlainTrainer) -> str:
-        server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
-        model = await made(service, "a")
-        await save(service, model, 1, "same")
-        for seq, name in enumerate(("same", "brief", "gone", ""), 2):
-            body = {"model_id": model, "seq_id": seq, "path": name or None, "sampling_session_seq_id": seq}
-            call = await service.save_weights_for_sampler("a", body)
-            await service.result("a", call.number, 5)
-        session = model.partition(":")[0]
-        opened = {"session_id": session, "sampling_session_seq_id": 9, "model_path": f"tinker://{model}/sampler_weights/gone"}
-        sampler = service.demand_sampler("a", await service.open_sampler("a", opened))
-        assert service.weights_of(sampler)
-        async with TestClient(TestServer(server.app())) as http:
-
-            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
-                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
-                    return reply.status, await reply.json()
-
-            run = f"training_runs/{model}"
-
-            async def listed() -> list[str]:
-                found = (await ask("GET", f"{run}/checkpoints"))[1]["checkpoints"]
-                assert all(each["tinker_path"] == f"tinker://{model}/{each['checkpoint_id']}" for each in found)
-                return sorted(f"{each['checkpoint_type']} {each['checkpoint_id']}" for each in found)
-
-            kept, rest = ["sampler sampler_weights/same", "training weights/same"], "sampler sampler_weights/"
-            assert await listed() == sorted([*kept, f"{rest}brief", f"{rest}gone"])
-            one = f"{run}/checkpoints/sampler_weights"
-            assert (await ask("DELETE", f"{one}/gone", key="tml-b"))[0] == 404
-            for _ in range(2):
-                assert (await ask("DELETE", f"{one}/gone"))[0] == 200
-            assert (await ask("DELETE", f"{one}/none"))[0] == 404
-            assert (await ask("DELETE", f"{run}/checkpoints/other/same"))[0] == 404
-            assert (await ask("PUT", f"{one}/brief/ttl", {"ttl_seconds": 3600}))[0] == 200
-            assert not (tmp_path / "samplers" / model / "gone").exists()
-            with pytest.raises(Refused, match="weights are gone"):
-                service.weights_of(sampler)
-            info = await ask("POST", "weights_info", {"tinker_path": f"tinker://{model}/sampler_weights/same"})
-            assert info == (200, {"base_model": "base", "is_lora": False})
-            assert (await ask("GET", run))[1]["last_sampler_checkpoint"]["checkpoint_id"] == "sampler_weights/brief"
-            now = service_module.time.time()
-            monkeypatch.setattr(service_module.time, "time", lambda: now + 3700)
-            assert await listed() == kept
-        return model
-
-    async def later(service: Service, model: str) -> None:
-        body = {"session_id": model.partition(":")[0], "sampling_session_seq_id": 10}
-        for name in ("gone", "brief"):  # their saves were done again, and they are there until a snapshot
-            with pytest.raises(Refused, match="there are no weights"):
-                await service.open_sampler("a", body | {"model_path": f"tinker://{model}/sampler_weights/{name}"})
-        with pytest.raises(UsageError, match="a name is given once"):
-            await service.save_weights_for_sampler("a", {"model_id": model, "seq_id": 9, "path": "gone"})
-        await service.result("a", (await forward(service, "a", model, 10)).number, 5)
-        same = {CheckpointPath(model, kind, "same") for kind in (STATES, SAMPLERS)}
-        assert {each.path for each in service.saved(model)} == same
-
-    async def last(service: Service, model: str) -> None:
-        await service.result("a", (await forward(service, "a", model, 11)).number, 5)
-
-    service, trainer = make(tmp_path, snapshot_every=100)
-    model = asyncio.run(running_on(service, case(service, trainer)))
-    for snapshot_every in (100, 1):
-        service, _ = make(tmp_path, snapshot_every=snapshot_every)
-        if snapshot_every == 100:
-            asyncio.run(running_on(service, later(service, model)))
-        else:
-            asyncio.run(running_on(service, last(service, model)))
-    left = {each.name for each in (tmp_path / "samplers" / model).iterdir()}
-    assert "same" in left and left.isdisjoint({"gone", "brief"})
-
-
-def test_a_load_that_was_accepted_before_its_checkpoint_was_deleted_has_it_and_one_after_is_refused(tmp_path):
-    async def case() -> None:
-        service, trainer = make(tmp_path, snapshot_every=1)
-        running = asyncio.create_task(service.run())
-        model = await model_of(service, "a")
-        await save(service, model, 1, "one")
-        running.cancel()
-        await asyncio.wait({running})
-        body = {"model_id": model, "seq_id": 2, "path": f"tinker://{model}/weights/one"}
-        call = await service.load_weights("a", body)
-        await service.delete_checkpoint("a", CheckpointPath(model, STATES, "one"))
-        await service.delete_checkpoint("a", CheckpointPath(model, STATES, "one"))
-        assert await service.load_weights("a", body) == call  # a repetition
-        assert names(service, model) == []
-        with pytest.raises(Refused, match="there is no checkpoint"):
-            await service.load_weights("a", body | {"seq_id": 3})
-        with pytest.raises(Refused, match="there is no model"):
-            await service.delete_checkpoint("b", CheckpointPath(model, STATES, "one"))
-        with pytest.raises(UsageError, match="a name is given once"):
-            await service.save_weights("a", {"model_id": model, "seq_id": 3, "path": "one"})
-        before = await forward(service, "a", model, 3)
-        running = asyncio.create_task(service.run())
-        assert (await service.result("a", call.number, 5) or {})["type"] == "load_weights"
-        assert await service.result("a", before.number, 5)
-        running.cancel()
-        await asyncio.wait({running})
-        assert not (tmp_path / "checkpoints" / model / "one").exists()
-        assert trainer.models
-        service.close()
-
-    asyncio.run(case())
-
-
-def test_a_model_whose_deleted_checkpoint_is_yet_to_be_loaded_stays_until_then(tmp_path):
-    async def begun(service: Service) -> list[str]:
-        models = [await made(service, "a"), await made(service, "a")]
-        await save(service, models[0], 1, "s")
-        return models
-
-    async def then(service: Service, number: int) -> dict[str, Any]:
-        found = await service.result("a", number, 5) or {}
-        while len(service.models_of("a")) > 1:
-            await asyncio.sleep(0.001)
-        return found
-
-    service, _ = make(tmp_path, snapshot_every=1)
-    models = asyncio.run(running_on(service, begun(service)))
-
-    async def accepted() -> Call:
-        await service.unload_model("a", {"model_id": models[0]})
-        for seq in (1, 2):
-            await forward(service, "a", models[1], seq)
-        body = {"model_id": models[1], "seq_id": 3, "path": f"tinker://{models[0]}/weights/s"}
-        call = await service.load_weights("a", body)
-        await service.delete_checkpoint("a", CheckpointPath(models[0], STATES, "s"))
-        return call
-
-    service, _ = make(tmp_path, snapshot_every=1)
-    call = asyncio.run(accepted())
-    assert "error" not in asyncio.run(running_on(service, then(service, call.number)))
-    assert service.models_of("a") == models[1:]
-
-
-def test_a_deletion_that_is_repeated_after_its_model_or_session_left_is_as_the_first(tmp_path):
-    async def case(service: Service) -> CheckpointPath:
-        model = await made(service, "a")
-        await save(service, model, 1, "s")
-        path = CheckpointPath(model, STATES, "s")
-        await service.result("a", (await service.unload_model("a", {"model_id": model})).number, 5)
-        await service.delete_checkpoint("a", path)
-        await save(service, await made(service, "a"), 1, "other")  # a call or two, so that it leaves
-        await again(service, path)
-        await service.finish_session("a", model.partition(":")[0], None)
-        await again(service, path)
-        return path
-
-    async def again(service: Service, path: CheckpointPath) -> None:
-        with pytest.raises(Refused, match="is unloaded") as error:
-            service.demand_model("a", path.model)
-        assert error.value.status == 410
-        before = service._journal.next
-        await service.delete_checkpoint("a", path)
-        assert service._journal.next == before, "nothing is to be done"
-        with pytest.raises(Refused, match="there is no model"):
-            await service.delete_checkpoint("b", path)
-        with pytest.raises(Refused, match="is unloaded"):
-            await service.set_ttl("a", path, 3600)
-
-    service, _ = make(tmp_path, snapshot_every=1)
-    path = asyncio.run(running_on(service, case(service)))
-    service, _ = make(tmp_path, snapshot_every=1)
-    asyncio.run(running_on(service, again(service, path)))
-
-
-def test_a_shared_checkpoint_is_loaded_from_a_copy_that_a_restart_finds_when_its_run_has_deleted_it(tmp_path):
-    async def case() -> None:
-        def begun() -> tuple[Service, PlainTrainer]:
-            trainer = PlainTrainer()
-            return Service(
-                tmp_path / "served", trainer, "base", limits=Limits(), snapshot_every=3, shared=tmp_path / "shared"
-            ), trainer  # fmt: skip
-
-        service, trainer = begun()
-        running = asyncio.create_task(service.run())
-        model = await model_of(service, "a")
-        with pytest.raises(Refused, match=r"no checkpoint 'tinker://shared/weights/step_1': .*shared has none"):
-            await service.load_weights("a", {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1"})
-        given = PlainTrainer()
-        given.create("other", None, 7)
-        (tmp_path / "shared").mkdir()
-        given.save("other", tmp_path / "shared" / "step_1", optimizer=True)
-        body = {"model_id": model, "seq_id": 1, "path": "tinker://shared/weights/step_1", "optimizer": True}
-        call = await service.load_weights("a", body)
-        assert (await service.result("a", call.number, 5) or {})["type"] == "load_weights"
-        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
-        running.cancel()
-        await asyncio.wait({running})
-        service.close()
-        shutil.rmtree(tmp_path / "shared")
-        copies = tmp_path / "served" / "checkpoints" / "shared"
-        (copies / ".half-copied").mkdir()  # by a server that was killed
-        service, trainer = begun()
-        running = asyncio.create_task(service.run())
-        assert await service.load_weights("a", body) == call  # a repetition
-        assert len(list(copies.iterdir())) == 1
-        [await service.result("a", (await forward(service, "a", model, seq)).number, 5) for seq in (2, 3, 4)]
-        assert torch.equal(trainer.models[model]["weights"], given.models["other"]["weights"])
-        running.cancel()
-        await asyncio.wait({running})
-        assert list(copies.iterdir()) == []  # a snapshot has what was loaded
-        assert await service.load_weights("a", body) == call  # a repetition yet
-        service.close()
 
     asyncio.run(case())
 
@@ -1732,23 +911,6 @@ def test_an_engine_that_joins_is_checked_as_the_first_ones_are(tmp_path, own, te
     assert problem is None if text is None else text in (problem or "")
 
 
-def test_over_http_a_body_that_is_too_large_is_refused_by_its_size(tmp_path):
-    service, _ = make(tmp_path, body_bytes=2000)
-    server = TinkerServer(service, {"a": "tml-a"})
-
-    async def scenario() -> None:
-        async with TestClient(TestServer(server.app())) as http:
-            model = await model_of(service, "a")
-            proto = forward_proto(model, 1, tokens=[1] * 200, targets=[2] * 200)
-            for kind, body in (("x-protobuf", proto), ("json", b'"' + b"x" * 2000 + b'"')):
-                head = {"X-API-Key": "tml-a", "Content-Type": f"application/{kind}"}
-                route = "forward_backward" if kind == "x-protobuf" else "optim_step"
-                async with http.post(PREFIX + route, data=body, headers=head) as reply:
-                    assert reply.status == 413 and "more than 2000 bytes" in (await reply.json())["error"]
-
-    asyncio.run(scenario())
-
-
 def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs_key(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     monkeypatch.setenv("COLUMNS", "100")
@@ -1820,253 +982,9 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1:] for row in rows}
     assert shown["optim_step"][:2] == ["1", "1"] and shown["forward_backward"][3] == "3"
-    assert shown["a"] == ["1", "0", "0", "0"] and ["served trainer lab: waits for calls"] in rows
-
-
-def test_a_finished_session_unloads_its_models_and_makes_nothing_more(tmp_path):
-    service, trainer = make(tmp_path, models=1)
-    server = TinkerServer(service, {"a": "tml-a", "b": "tml-b"}, poll_seconds=5)
-
-    async def scenario() -> None:
-        running = asyncio.create_task(service.run())
-        session = await service.open_session("a")
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
-        model = (await service.create_model("a", body)).model
-        await forward(service, "a", model, 1)
-        await save(service, model, 2, "kept")
-        async with TestClient(TestServer(server.app())) as http:
-
-            async def ask(method: str, path: str, body: Any = None, key: str = "tml-a") -> tuple[int, Any]:
-                async with http.request(method, PREFIX + path, json=body, headers={"X-API-Key": key}) as reply:
-                    return reply.status, await reply.json()
-
-            assert (await ask("GET", "sessions")) == (200, {"sessions": [session]})
-            assert (await ask("GET", f"sessions/{session}"))[1] == {"training_run_ids": [model], "sampler_ids": []}
-            assert (await ask("POST", f"sessions/{session}/finish", {}, "tml-b"))[0] == 404
-            for reason in ("success", "interrupted"):  # again, as where an answer was lost
-                finish = {"reason": {"type": reason}, "detail": None}
-                assert (await ask("POST", f"sessions/{session}/finish", finish))[0] == 200
-            assert (await ask("POST", "session_heartbeat", {"session_id": session}))[0] == 410
-            promised = (await ask("POST", "unload_model", {"model_id": model}))[1]  # a repetition too
-            assert (await ask("POST", "retrieve_future", promised))[1] == {"type": "unload_model", "model_id": model}
-        assert not trainer.models and service.models() == {}
-        for refused in (service.create_model("a", body | {"model_seq_id": 1}), service.open_sampler("a", body)):
-            with pytest.raises((Refused, UsageError), match="is finished|not supported"):
-                await refused
-        with pytest.raises(Refused, match="is unloaded; make another") as error:
-            await forward(service, "a", model, 3)
-        assert error.value.status == 410
-        running.cancel()
-        await asyncio.wait({running})
-        service.close()
-        again, trainer_again = make(tmp_path, models=1)
-        running = asyncio.create_task(again.run())
-        body = {"session_id": await again.open_session("a"), "model_seq_id": 0, "optimizer": True}
-        made = await again.load_weights("a", body | {"path": f"tinker://{model}/weights/kept"})
-        assert (await again.result("a", made.number, 5) or {})["type"] == "load_weights"
-        assert list(trainer_again.models) == [made.model]
-        running.cancel()
-        await asyncio.wait({running})
-
-    asyncio.run(scenario())
-
-
-def test_unloaded_models_and_ended_sessions_leave_all_tables_and_their_names_stay_refused(tmp_path, monkeypatch):
-    def refused(status: int, text: str, call: Callable[..., Any], *arguments: Any) -> None:
-        async def ask() -> None:
-            if asyncio.iscoroutine(found := call(*arguments)):
-                await found
-
-        with pytest.raises(Refused, match=text) as error:
-            asyncio.run(ask())
-        assert error.value.status == status
-
-    async def snapshots(service: Service) -> None:
-        """Two: what leaves with the first leaves the journal with the second."""
-        other = f"{service.sessions_of('b')[0]}:train:0"
-        for _ in range(4):
-            call = await forward(service, "b", other, service._journal.next)
-            assert "proto" in (await service.result("b", call.number, 5) or {})
-
-    async def unloaded(service: Service, model: str) -> Call:
-        call = await service.unload_model("a", {"model_id": model})
-        while not service._is_done(call):
-            await asyncio.sleep(0.001)
-        return call
-
-    async def first(service: Service) -> tuple[list[str], Call]:
-        await made(service, "b")
-        session = await service.open_session("a")
-        models = [await made(service, "a", session, number) for number in range(3)]
-        await save(service, models[0], 1, "kept")
-        body = {"model_id": models[1], "seq_id": 1, "sampling_session_seq_id": 0, "kind": "inflight"}
-        call = await service.save_weights_for_sampler("a", body)
-        assert "sampling_session_id" in (await service.result("a", call.number, 5) or {})
-        for model in models[:2]:
-            await service.result("a", (await unloaded(service, model)).number, 5)
-        unfetched = await unloaded(service, models[2])
-        await asyncio.sleep(0.01)
-        assert service.models_of("a") == models[:2], "what is left of them is wanted"
-        assert await service.unload_model("a", {"model_id": models[2]}) == unfetched, "a repetition"
-        await snapshots(service)
-        return models, unfetched
-
-    async def ended(service: Service, models: list[str], unfetched: Call) -> None:
-        await snapshots(service)
-        session = models[0].partition(":")[0]
-        result = {"type": "unload_model", "model_id": models[2]}
-        assert await service.result("a", unfetched.number, 0) == result, "it was acknowledged"
-        for number in [each for each, call in service._journal.calls.items() if call.client == "a"]:
-            with suppress(Refused):  # what was fetched before the restart is kept as if it was not
-                await service.result("a", number, 0)
-        await snapshots(service)
-        for _ in range(2):
-            await service.finish_session("a", session, None)
-            assert service.sessions_of("a") == [] and service.models_of("a") == models[:1]
-        await snapshots(service)
-        assert (tmp_path / "checkpoints" / models[0] / "kept").exists()
-        assert not (tmp_path / "samplers" / models[1]).exists()
-        await service.delete_checkpoint("a", CheckpointPath(models[0], STATES, "kept"))
-        await snapshots(service)
-        await snapshots(service)
-
-    def are_gone(service: Service, *models: str) -> None:
-        for model in models:
-            refused(410, f"model '{model}' is unloaded", service.demand_model, "a", model)
-            refused(410, "is unloaded", forward, service, "a", model, 99)
-            refused(404, "there is no model", service.demand_model, "b", model)
-            number = int(model.rpartition(":")[2])
-            body = {"session_id": model.partition(":")[0], "model_seq_id": number, "base_model": "base"}
-            refused(410, "make another|open another", service.create_model, "a", body)
-
-    monkeypatch.setattr(service_module, "FETCHED_SECONDS", 0.0)
-    service, _ = make(tmp_path, snapshot_every=2)
-    models, unfetched = asyncio.run(running_on(service, first(service)))
-    session = models[0].partition(":")[0]
-    service, _ = make(tmp_path, snapshot_every=2)
-    refused(410, "is unloaded; make another", service.demand_model, "a", models[2])
-    asyncio.run(running_on(service, ended(service, models, unfetched)))
-    for _ in range(2):
-        are_gone(service, *models)
-        refused(410, f"session {session} is finished", service.heartbeat, "a", session)
-        refused(410, f"session {session} is finished", service.demand_sampler, "a", f"{session}:sample:0")
-        refused(404, "there is no session", service.heartbeat, "b", session)
-        refused(404, "fetched long ago", service.result, "a", unfetched.number, 0)
-        tables = (
-            service._models, service._sessions, service._finished, service._samplers, service._by_key, service._gone,
-            service._left, service._done, service._last_calls, service._last_seen, service._fetched,
-            service.checkpoints.sizes, service.checkpoints.deletions, service._journal.floors, service._journal.calls,
-            service._journal.results,
-        )  # fmt: skip
-        assert [each for each in tables if session in str(each)] == []
-        for name in ("calls.jsonl", "results.jsonl", "snapshot.json", "checkpoints", "samplers"):
-            file = tmp_path / name
-            assert session not in (file.read_text() if file.is_file() else str([*file.iterdir()])), name
-        service, trainer = make(tmp_path, snapshot_every=2)
-        assert len(trainer.models) == 1
-    service.close()
-
-
-def test_a_session_that_is_left_without_a_model_ends_by_itself_and_others_do_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(service_module, "STALL_CHECK_SECONDS", 0.001)
-    monkeypatch.setattr(service_module, "IDLE_CHECK_SECONDS", 0.0)
-
-    async def first(service: Service, ahead: list[float]) -> list[str]:
-        empty, active, used, model = [await service.open_session("a") for _ in range(3)] + [await made(service, "a")]
-        kept = await made(service, "a", used)
-        await save(service, kept, 1, "s")
-        await service.result("a", (await service.unload_model("a", {"model_id": kept})).number, 5)
-        body = {"session_id": empty, "sampling_session_seq_id": 0, "base_model": "base"}
-        sampler = await service.open_sampler("a", body)
-        assert service.demand_sampler("a", sampler).client == "a"
-        ahead[0] += service_module.IDLE_SESSION_SECONDS - 1
-        await asyncio.sleep(0.05)
-        sessions = [empty, active, used, model.partition(":")[0]]
-        assert sorted(service.sessions_of("a")) == sorted(sessions), "not before"
-        service.heartbeat("a", active)
-        ahead[0] += 2
-        while len(service.sessions_of("a")) > 2:
-            await asyncio.sleep(0.001)
-        await left(service, sessions)
-        with pytest.raises(Refused, match="in use") as error:  # it was looked at before its last heartbeat
-            await service._accept("a", "finish_session", active, f"finish:{active}", {service_module._IDLE: True})
-        assert error.value.status == 409
-        await service.finish_session("a", empty, "as where it finishes itself")
-        return sessions
-
-    async def left(service: Service, sessions: list[str]) -> None:
-        assert service.sessions_of("a") == [sessions[1], sessions[3]]
-        for session in (sessions[0], sessions[2]):
-            with pytest.raises(Refused, match=f"session {session} is finished; open another") as error:
-                service.heartbeat("a", session)
-            assert error.value.status == 410
-        with pytest.raises(Refused, match="is finished"):
-            service.demand_sampler("a", f"{sessions[0]}:sample:0")
-        assert names(service, f"{sessions[2]}:train:0") == ["s"], "checkpoints stay"
-        body = {"model_id": f"{sessions[3]}:train:0", "seq_id": service._journal.next, "optimizer": False}
-        call = await service.load_weights("a", body | {"path": f"tinker://{sessions[2]}:train:0/weights/s"})
-        assert "error" not in (await service.result("a", call.number, 5) or {"error": "none"})
-
-    with clock(monkeypatch) as ahead:
-        service, _ = make(tmp_path, snapshot_every=1)
-        sessions = asyncio.run(running_on(service, first(service, ahead)))
-        for _ in range(2):
-            service, _ = make(tmp_path, snapshot_every=1)
-            asyncio.run(running_on(service, left(service, sessions)))
-        assert sessions[0] not in str(service._journal.calls) and sessions[0] not in str(service._sessions)
-
-
-def test_data_of_calls_that_are_done_are_in_no_memory_and_a_finished_session_unloads_its_models_after_a_kill(tmp_path):
-    async def first(service: Service) -> str:
-        model = await made(service, "a")
-        calls = [await forward(service, "a", model, seq) for seq in (1, 2)]
-        for call in calls:
-            assert "proto" in (await service.result("a", call.number, 5) or {})
-        while any("proto" in call.body for call in service._journal.calls.values()):
-            await asyncio.sleep(0.001)
-        assert await forward(service, "a", model, 2) == replace(calls[1], body={})
-        await service._accept("a", "finish_session", session := model.partition(":")[0], f"finish:{session}", {})
-        return model
-
-    async def then(service: Service, trainer: PlainTrainer) -> None:
-        while trainer.models or service.sessions_of("a"):
-            await asyncio.sleep(0.001)
-
-    service, before = make(tmp_path, snapshot_every=100)
-    model = asyncio.run(running_on(service, first(service)))
-    gradient = before.models[model]["gradient"]
-    assert sum("proto" in call.body for call in Journal(tmp_path).calls.values()) == 2
-    service, after = make(tmp_path, snapshot_every=100)
-    service._finished.clear()  # so that the model is there to be looked at
-    asyncio.run(running_on(service, asyncio.sleep(0)))
-    assert torch.equal(after.models[model]["gradient"], gradient)
-    service, after = make(tmp_path, snapshot_every=100)
-    asyncio.run(asyncio.wait_for(running_on(service, then(service, after)), 20))
-
-
-@pytest.mark.parametrize(
-    ("most", "rank", "message"),
-    [
-        (8, 0, "takes adapters up to rank 8, and one that is started with --lora-rank 0 trains all weights"),
-        (8, 9, "takes adapters up to rank 8"), (0, 4, "trains all weights: ask for rank 0"), (8, -1, "at least 0"),
-    ],
-)  # fmt: skip
-def test_ranks_that_the_server_does_not_train_are_refused_and_another_kind_of_model_at_its_start(
-    tmp_path, most, rank, message
-):
-    async def case() -> None:
-        service, _ = make(tmp_path, rank=most)
-        session = await service.open_session("a")
-        body = {"session_id": session, "model_seq_id": 0, "base_model": "base"}
-        with pytest.raises(UsageError, match=message):
-            await service.create_model("a", body | {"lora_config": {"rank": rank}})
-        await service.create_model("a", body | {"lora_config": {"rank": most}})
-        service.close()
-
-    asyncio.run(case())
-    what = "an adapter" if most else "all weights"
-    with pytest.raises(UsageError, match=f"trains {what}, and --lora-rank is"):
-        make(tmp_path, rank=0 if most else 8)
+    kept = status["result_bytes"]["a"]
+    assert kept > 0 and f'rltool_served_result_bytes{{run="lab",client="a"}} {kept}' in metrics
+    assert shown["a"] == ["1", "0", "0", "0", str(kept)] and ["served trainer lab: waits for calls"] in rows
 
 
 class Engines:

@@ -412,7 +412,8 @@ WALL_CLOCK = {
     "training/observe/loggers.py": "MLflow wants the time of each value",
     "tinker/journal.py": "when a call was carried out, for the report",
     "training/observe/report.py": "when a run was started, for its report",
-    "tinker/service.py": "when a checkpoint is to expire, and a model was used last",
+    "tinker/books.py": "when a model was used last, for people",
+    "tinker/service.py": "as above, and when a checkpoint is to expire",
     "tinker/saved.py": "checkpoints expire at a date, which outlives the process",
 }
 

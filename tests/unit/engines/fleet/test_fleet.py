@@ -94,6 +94,24 @@ def test_an_engine_that_takes_weights_is_stale_when_it_first_answers():
     assert world.fleet.syncable() == (A,)
 
 
+def test_an_engine_that_held_up_a_sync_is_left_out_for_a_while_unless_there_is_no_other():
+    world = World().added(A, B)
+    world.answers(A)
+    world.answers(B)
+    world.fleet.put_off(A, 30.0)
+    assert world.fleet.syncable() == (B,)
+    world.later(29.0)
+    assert world.fleet.syncable() == (B,)
+    world.later(1.0)
+    assert set(world.fleet.syncable()) == {A, B}
+    world.fleet.put_off(A, 30.0)
+    world.fleet.put_off(B, 30.0)
+    assert set(world.fleet.syncable()) == {A, B}, "nobody else is there"
+    world.fleet.pause(B)
+    world.fleet.update_failed(B, "slow")
+    assert world.fleet.syncable() == (B,), "a pause ends it"
+
+
 def test_an_engine_with_fixed_weights_serves_as_soon_as_it_answers():
     world = World().added(JUDGE, takes_weights=False)
     world.answers(JUDGE)

@@ -114,6 +114,26 @@ def test_sharded_engines_on_the_trainers_gpus_read_what_they_store_within_their_
     assert plan.transport == "ipc" and into.carried == parameters_of(family_of("30B-A3B")).total
 
 
+STAGES = "trainer.tensor_parallel=2", "trainer.sequence_parallel=true", "trainer.pipeline_parallel=2"
+
+
+@pytest.mark.parametrize(
+    ("layout", "tp", "missing"),
+    [
+        (STAGES, 2, "8, 10, 12, 14"),  # the second stage lies on the second host alone
+        (STAGES, 16, ""),  # an engine on both: its workers know what they need, at the join
+        (("trainer.expert_parallel=8",), 2, ""),  # all experts are on each host
+        (("trainer.expert_parallel=16",), 2, "8"),
+    ],
+)
+def test_sharded_memory_of_another_host_is_a_problem_of_engines_that_need_it(layout, tp, missing):
+    sets = 'engines.mode="colocate"', f"engines.groups=[{{count = 1, tp = {tp}}}]", "weights.sharded=true"
+    sets += ("trainer.world_size=16", *layout)
+    said = "\n".join(plan_of("30B-A3B", *sets, hosts=2).problems)
+    assert (f"on host 0 need what rank {missing} holds" in said) if missing else "CUDA IPC" not in said
+    assert "CUDA IPC" not in "\n".join(plan_of("30B-A3B", *sets, "weights.transport=gloo", hosts=2).problems)
+
+
 def test_sharded_each_host_of_ranks_sends_its_part_and_a_host_of_engines_gets_one_copy_of_each():
     plan = sharded_plan("gloo")
     weights = 2 * parameters_of(family_of("30B-A3B")).total

@@ -90,6 +90,31 @@ def test_a_version_that_is_sent_once_more_is_not_found_ready_before_it_is(sender
         sender.finish()
 
 
+def test_a_bucket_of_which_a_rank_has_nothing_is_ready_there_as_soon_as_it_sends_the_version(sender):
+    """weights.sharded: () stands for such a bucket."""
+    sender.host()
+    buckets = [(), BUCKETS[0], (), BUCKETS[1], ()]
+    for _ in range(2):
+        with pytest.raises(TransportError, match="did not fill"):
+            sender.ready("v1", 0, NOW)
+        sender.begin("v1", buckets)
+        sender.ready("v1", 0, NOW)
+        for number, taken in ((0, 1), (1, 3)):
+            with pytest.raises(TransportError, match="did not fill"):
+                sender.ready("v1", taken, NOW)
+            work = sender.send(BUCKETS[number], bytes_of(number))
+            sender.ready("v1", taken, NOW)
+            with pytest.raises(TransportError, match="did not take"):
+                work.wait(NOW)
+            if taken == 1:
+                sender.ready("v1", 2, NOW)
+                work.wait(PATIENCE)
+        sender.ready("v1", 4, NOW)
+        work.wait(PATIENCE)
+        sender.finish()
+        sender.ready("v1", 5, NOW)  # beside its end
+
+
 def test_an_abort_ends_whoever_waits(sender):
     sender.host()
     sender.begin("v1", BUCKETS)
