@@ -1,5 +1,5 @@
-"""rltool.megatron.exact: what it refuses, by name. Its arithmetic: tests/e2e/test_megatron_trainer.py with plain functions
-for the kernels, tests/gpu/test_exact.py with the kernels."""
+"""rltool.megatron.exact: what it refuses, by name. Its arithmetic is in tests/e2e/test_megatron_trainer.py, with plain
+functions for the kernels, and in tests/gpu/test_exact.py."""
 
 from __future__ import annotations
 
