@@ -187,13 +187,13 @@ class HeadWatch:
 
     def _run(self) -> None:
         host, _, port = self._address.rpartition(":")
-        answered = time.monotonic()
+        answered: float | None = None  # a client of Ray's (ray://) may never reach it
         while not self._closed.wait(KNOCK_SECONDS):
             try:
                 socket.create_connection((host.strip("[]"), int(port)), KNOCK_SECONDS).close()
                 answered = time.monotonic()
             except OSError as error:
-                if time.monotonic() - answered > HEAD_SECONDS:
+                if answered is not None and time.monotonic() - answered > HEAD_SECONDS:
                     LOSS.text = (
                         f"Ray's head at {self._address} takes no connection from host {socket.gethostname()} for "
                         f"{HEAD_SECONDS:g} s ({error}): it ended, its host went down, or the network between the "

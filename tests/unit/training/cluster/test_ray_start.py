@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from socket import gethostname
 
 import psutil
 import pytest
@@ -108,6 +109,41 @@ def test_but_not_beyond_the_deadline():
     for start in (timed_out, lambda: (time.sleep(0.2), timed_out())):
         with pytest.raises(RayStartFailed, match=r"within deadlines.start = 0.5 s"):
             start_ray(start, 0.5, lambda _: None, None)
+
+
+# argv: whether the head ever takes a connection; it is gone after that.
+HEADLESS = """
+import socket, sys, time
+import ray
+from rltool.errors import HostLost
+from rltool.training.cluster import ray_calls, ray_start
+
+ray_start.KNOCK_SECONDS, ray_start.HEAD_SECONDS = 0.05, 0.4
+ray.wait = lambda refs, **_: time.sleep(0.05) or ([], refs)
+head = socket.create_server(("127.0.0.1", 0))
+address = "127.0.0.1:%d" % head.getsockname()[1]
+if sys.argv[1] == "never":
+    head.close()
+watch = ray_start.HeadWatch(address)
+time.sleep(0.5)
+head.close()
+try:
+    ray_calls.get_all(["ref"], 2.0, "deadlines.step", who=["trainer rank 0"])
+except HostLost as error:
+    print(error.exit_code, str(error).replace(address, "HEAD"))
+except ray_calls.DeadlinePassed:
+    print("still there")
+watch.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("answered", "said"), [("once", f"4 Ray's head at HEAD takes no connection from host {gethostname()} for 0.4 s ("),
+                           ("never", "still there")],
+)  # fmt: skip
+def test_a_head_that_takes_no_connection_any_more_ends_the_run_and_one_that_never_did_says_nothing(answered, said):
+    done = subprocess.run([sys.executable, "-c", HEADLESS, answered], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(said), done.stdout + done.stderr
 
 
 # argv: the process of Ray's that dies, how the main thread waits: for an actor (with get_all), for one whose death it
