@@ -242,6 +242,7 @@ def _check_exact(config: Sections) -> None:
         "trainer.device": trainer.device == "cpu",
         "model.dtype": config.model.dtype != "bfloat16",
         "trainer.tensor_parallel": layout.tp > 1,
+        "trainer.pipeline_parallel": layout.pp > 1,
         "trainer.context_parallel": layout.cp > 1,
         "trainer.shared_prefixes": trainer.shared_prefixes,
         "trainer.residual": trainer.residual != "model",

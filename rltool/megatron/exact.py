@@ -30,7 +30,7 @@ from rltool.megatron.output_head import chunks, head_logprobs, weight_buffer, we
 from rltool.megatron.patches.registry import replace
 from rltool.megatron.products import add_product
 
-FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that were compared."""
 
 VARIABLE = "VLLM_BATCH_INVARIANT"

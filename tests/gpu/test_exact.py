@@ -21,17 +21,7 @@ from tests.gpu.test_colocated import Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-MODELS = {
-    "qwen3": SHAPES["qwen3-0.6B"],
-    "qwen2, with biases": SHAPES["1.5B"],
-    "llama, with llama3's scaling": SHAPES["1.5B"] | LLAMA | {
-        "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0, "original_max_position_embeddings": 256,
-        }
-    },
-}  # fmt: skip
+MODELS = {"qwen3": SHAPES["qwen3-0.6B"], "qwen2, with biases": SHAPES["1.5B"]}
 SMALL = {"num_hidden_layers": 6, "vocab_size": 8192}
 
 

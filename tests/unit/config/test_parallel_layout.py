@@ -82,6 +82,7 @@ EXACT: dict[str, Any] = {
         ("trainer", "device", "cpu", "trainer.device"), ("model", "dtype", "float32", "model.dtype"),
         ("trainer", "tensor_parallel", 2, "trainer.tensor_parallel"), ("lora", "rank", 4, "lora.rank"),
         ("trainer", "context_parallel", 2, "trainer.context_parallel"),
+        ("trainer", "pipeline_parallel", 2, "trainer.pipeline_parallel"),
         ("trainer", "residual", "float32", "trainer.residual"), ("trainer", "shared_prefixes", True, "trainer.shared"),
         ("rollout", "max_staleness", 1, "rollout.max_staleness"),
         ("engines", "quantization", "fp8", "engines.quantization"),
@@ -92,7 +93,7 @@ EXACT: dict[str, Any] = {
 def test_exact_names_what_it_is_not_implemented_for(section, setting, value, named):
     TrainConfig.model_validate(EXACT)
     values = {**EXACT, section: {**EXACT.get(section, {}), setting: value}}
-    if setting in ("tensor_parallel", "context_parallel"):
+    if setting.endswith("_parallel"):
         values["trainer"]["world_size"] = 2
     with pytest.raises(ValueError, match=f"algorithm.exact .* leave out: {named}"):
         TrainConfig.model_validate(values)
