@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 ARGS ?=
 # Interpreters of the environments beside .venv.
-PYTHONS = RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_COOKBOOK_PYTHON=$(CURDIR)/.venv-cookbook/bin/python \
+PYTHONS = RLTOOL_PROGRAMS=$(CURDIR)/.programs RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_COOKBOOK_PYTHON=$(CURDIR)/.venv-cookbook/bin/python \
 	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python
 PYTHON312 ?= python3.12
 # Resolves faster than the one that comes with Python 3.11. Environments of tests alone are installed with --no-compile: most of their modules are never imported.
@@ -21,7 +21,7 @@ PIP = pip==26.3
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venvs venv venv-sglang venv-clients venv-cookbook clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venvs venv venv-sglang venv-clients venv-cookbook programs clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -65,9 +65,9 @@ wheel: venv
 # It leaves build/test-long.json, and the same as a table in build/test-long.md (tests/long_report.py), also where it is cut off:
 # ARGS="--long-resume" then goes on without what has passed at this commit, ARGS="--long-resume FILE" with one file of it.
 # With "=": pytest would take a file that is there for the tests to run, before it knows the option.
-# NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
+# Programs of agents come from npm, which it needs beside Python. NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
-test-long: venvs
+test-long: venvs programs
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
 	$(PYTHONS) .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report=build/test-long.json $(ARGS)
 
@@ -97,6 +97,13 @@ venv-clients: .venv-clients/.recipe
 	.venv-clients/bin/python -m pip install --quiet --no-compile -r requirements/clients.txt
 	touch $@
 
+# Programs of agents from npm, each with its own runtime; nothing of them runs here, and no lock file names a registry.
+programs: .programs/.recipe
+.programs/.recipe: requirements/programs/package.json
+	mkdir -p .programs && cp $< .programs/
+	npm install --prefix .programs --ignore-scripts --no-audit --no-fund --no-package-lock --no-update-notifier --loglevel=error
+	touch $@
+
 # Recipes of tinker-cookbook, which the tests run. torch first and by its exact version, as in requirements/setup.sh.
 venv-cookbook: .venv-cookbook/.recipe
 .venv-cookbook/.recipe: requirements/cookbook.txt
@@ -112,4 +119,4 @@ constraints: venv
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:
-	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-cookbook .venv-megatron-019 .venv-benchmark-trl .venv-docs build *.egg-info
+	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-cookbook .venv-megatron-019 .venv-benchmark-trl .venv-docs .programs build *.egg-info

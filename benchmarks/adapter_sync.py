@@ -13,16 +13,15 @@ One line of JSON a round, in seconds: send (beside generation: until it is in it
 parts, out of the engine's log), publish, first_token (of a request with the new name, as a client sees it). What the
 engine measures of this request itself: engine_first_token, from its arrival in the engine's server; queued in the
 engine and in prefill; http is the rest, of client, sockets and server. known_*: the same of requests with a name that
-is there already. decode_step: between two tokens of the requests in flight. Nothing is paused. Every adapter must
-sample otherwise than the one before, the same tensors under another name the same, and no request in flight may end
-early.
+is there already. decode_step: between two tokens of the requests in flight. Nothing is paused, and
+no request in flight may end early. With vLLM's dummy weights, near 0, every token is as likely whatever the adapter:
+that engines sample with what was sent is for tests/gpu/test_adapters.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import itertools
 import re
 import statistics
 import sys
@@ -52,7 +51,6 @@ from rltool.weights.send.sender import Rank, WeightSender
 
 PROMPT = tuple(1 + 37 * i % 500 for i in range(32))
 SHORT = SamplingParams(max_tokens=1, temperature=0.0)
-FINGERPRINT = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 KNOWN = 5
 """Requests of a round with a name that is there already."""
 OWN = {
@@ -206,11 +204,10 @@ async def measure(args: argparse.Namespace, server: Server, model: Path, work: P
             rounds = Rounds(link, probed, weights, args.load, 200 if args.cpu else 256)
             show(size=args.size, rank=args.rank, bytes=sum(map(bucket_bytes, rounds.buckets)), device=str(device),
                  transport=args.transport, tensors=len(weights.plan.tensors))  # fmt: skip
-            rows, seen = list[dict[str, float]](), list[tuple[float, ...]]()
+            rows = list[dict[str, float]]()
             for number in range(args.rounds):
                 row = await rounds.one(number)
                 rows.append(row | parts_of(server.log.read_text(errors="replace")))
-                seen.append(tuple((await rounds.sample(f"v{number}", FINGERPRINT)).logprobs))
                 show(round=number, **rows[-1])
                 if number:
                     await rounds.drop(f"v{number - 1}")
@@ -218,10 +215,7 @@ async def measure(args: argparse.Namespace, server: Server, model: Path, work: P
         sender.close()
     kept = rows[2:] or rows
     show(median_of=len(kept), **medians(kept))
-    differ = all(one != other for one, other in itertools.pairwise(seen))
-    same = all(one == other for one, other in zip(seen, seen[2:], strict=False))
-    show(adapters_differ=differ, same_tensors_the_same=same, logprobs=str([round(value, 4) for value in seen[-1][:4]]))
-    return 0 if differ and same else 1
+    return 0
 
 
 PARTS = {

@@ -32,9 +32,11 @@ def by_vllm(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any
     from vllm import LLM, SamplingParams, TokensPrompt
 
     cuda = torch.cuda.is_available()
-    options: dict[str, Any] = {"hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.4} if cuda else {}
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.4} if cuda else {}
+    if cuda and not args.exact:
+        options["hf_overrides"] = {"head_dtype": "float32"}
     engine: Any = LLM(str(args.model), dtype=args.dtype, max_model_len=args.longest, seed=0, enforce_eager=args.eager,
-                 enable_prefix_caching=False, **options)  # fmt: skip
+                 enable_prefix_caching=False, **{**options, **args.engine})  # fmt: skip
     sampling = SamplingParams(temperature=1.0, max_tokens=args.tokens, logprobs=0, ignore_eos=True, seed=0)
     outputs = engine.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], sampling, use_tqdm=False)
     answers = [list(output.outputs[0].token_ids) for output in outputs]
@@ -81,8 +83,9 @@ def batch_of(sequences: list[list[int]], prompts: list[list[int]]) -> Any:
 
 
 def by_trainer(
-    args: argparse.Namespace, dtype: Any, sequences: list[list[int]], prompts: list[list[int]], **trainer: Any
-) -> tuple[Tensor, list[list[Tensor]]]:
+    args: argparse.Namespace, dtype: Any, sequences: list[list[int]], prompts: list[list[int]], *,
+    exact: bool = False, **trainer: Any
+) -> tuple[Tensor, list[list[Tensor]]]:  # fmt: skip
     """(log-probabilities of the sampled tokens, residual stream after each layer of the first sequences)."""
     from rltool.config.algorithm import AlgorithmConfig
     from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
@@ -92,7 +95,7 @@ def by_trainer(
     port = random.SystemRandom().randrange(20000, 60000)
     made = MegatronTrainer(
         ModelConfig(path=args.model, dtype=dtype), TrainerConfig(world_size=1, **trainer), OptimizerConfig(lr=1e-6),
-        AlgorithmConfig(), Rendezvous(0, "127.0.0.1", port, timeout=300.0), TrainingRun(10),
+        AlgorithmConfig(exact=exact), Rendezvous(0, "127.0.0.1", port, timeout=300.0), TrainingRun(10),
     )  # fmt: skip
     with closing(made):
         made.load_hf_weights(args.model)
@@ -160,6 +163,9 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=4, help="sequences whose residual streams are compared")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation and CUDA graphs; with streams")
+    parser.add_argument("--no-transformers", action="store_true")
+    parser.add_argument("--engine", type=json.loads, default={}, help="JSON: more arguments of vllm.LLM")
+    parser.add_argument("--exact", action="store_true", help="batch-invariant vLLM, and the trainer with its kernels")
     parser.add_argument(
         "--variants",
         type=json.loads,
@@ -169,11 +175,17 @@ def main() -> None:
     args = parser.parse_args()
     from transformers import AutoTokenizer
 
+    if args.exact:
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"
+        args.engine = {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}, **args.engine}
     tokenizer: Any = AutoTokenizer.from_pretrained(args.model)
     rows = [json.loads(line) for line in args.data.read_text().splitlines()[: args.samples]]
     chats = [[{"role": "user", "content": row.get("prompt") or row["question"]}] for row in rows]
     prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
+        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        if tokenizer.chat_template
+        else tokenizer(chat[0]["content"])["input_ids"]
+        for chat in chats
     ]
     engine = by_vllm(args, prompts)
     sequences = engine["sequences"]
@@ -183,8 +195,10 @@ def main() -> None:
     compare("vLLM as prompts, truth", truth, prefill)
     compare("vLLM as prompts, vLLM as it sampled", prefill, decode)
     compare_streams("vLLM, truth", engine["streams"], true_streams)
-    compare("transformers, truth", truth, by_transformers(args, sequences, prompts))
-    for name, keys in {"trainer": {}, **args.variants}.items():
+    if not args.no_transformers:
+        compare("transformers, truth", truth, by_transformers(args, sequences, prompts))
+    exact: dict[str, Any] = {"trainer, exact": {"exact": True}} if args.exact else {}
+    for name, keys in {"trainer": {}, **exact, **args.variants}.items():
         found, streams = by_trainer(args, args.dtype, sequences, prompts, **keys)
         compare(f"{name}, truth", truth, found)
         compare(f"{name}, vLLM as it sampled", found, decode)

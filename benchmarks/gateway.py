@@ -2,6 +2,8 @@
 
     python -m benchmarks.gateway --sessions 1000 --turns 5 --seconds 5
 
+    python -m benchmarks.gateway --sessions 2000 --seconds 10 --processes 2
+
     python -m benchmarks.gateway --first-token RUN          with `rltool serve-engines` and `rltool gateway` of that run
 
 The same client first sends its prompts to the engines directly, then talks to the gateway; the difference of the two is
@@ -47,7 +49,9 @@ SYSTEM = "you are a careful agent. " * 40
 
 
 @contextmanager
-def gateway(root: Path, endpoints: list[Any], max_model_len: int) -> Iterator[tuple[str, psutil.Process]]:
+def gateway(
+    root: Path, endpoints: list[Any], max_model_len: int, processes: int = 1
+) -> Iterator[tuple[str, list[psutil.Process]]]:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "tokenizer")
@@ -63,15 +67,18 @@ def gateway(root: Path, endpoints: list[Any], max_model_len: int) -> Iterator[tu
     with reserved_ports(1) as reserved:
         port = reserved.ports[0]
         reserved.release()
-    config = GatewayConfig(port=port)
+    config = GatewayConfig(port=port, processes=processes)
     argv = [sys.executable, "-m", "rltool.gateway.main", "--config", config.model_dump_json()]
-    process = subprocess.Popen([*argv, "--parts", parts.model_dump_json()], stdout=subprocess.PIPE, text=True)
+    argv += ["--parts", parts.model_dump_json()]
+    started = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(processes)]
     try:
-        assert process.stdout is not None and "serving" in process.stdout.readline()
-        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+        assert all(one.stdout is not None and "serving" in one.stdout.readline() for one in started)
+        yield f"http://127.0.0.1:{port}", [psutil.Process(one.pid) for one in started]
     finally:
-        process.terminate()
-        process.wait(30)
+        for one in started:
+            one.terminate()
+        for one in started:
+            one.wait(30)
 
 
 async def timed(
@@ -107,7 +114,14 @@ async def agent(client: aiohttp.ClientSession, session: dict[str, Any], turns: i
     return times
 
 
-async def measure(url: str, process: psutil.Process, engines: list[str], options: argparse.Namespace) -> dict[str, Any]:
+def used(processes: list[psutil.Process]) -> tuple[int, float]:
+    """(bytes of memory, seconds of CPU), of all of them together."""
+    return sum(p.memory_info().rss for p in processes), sum(sum(p.cpu_times()[:2]) for p in processes)
+
+
+async def measure(
+    url: str, processes: list[psutil.Process], engines: list[str], options: argparse.Namespace
+) -> dict[str, Any]:
     count, turns = options.sessions, options.turns
     starts = [options.seconds * i / count for i in range(count)]  # not all at the same moment
     timeout = aiohttp.ClientTimeout(total=None)
@@ -118,11 +132,11 @@ async def measure(url: str, process: psutil.Process, engines: list[str], options
         warm = (await timed(client, f"{url}/sessions", {}, KEY))[1]
         await agent(client, warm, 2, 0.0)  # what transformers imports at its first use is no turn's cost
         sessions = [(await timed(client, f"{url}/sessions", {}, KEY))[1] for _ in range(count)]
-        memory, cpu = process.memory_info().rss, sum(process.cpu_times()[:2])
+        memory, cpu = used(processes)
         through = await asyncio.gather(
             *(agent(client, session, turns, start) for session, start in zip(sessions, starts, strict=True))
         )
-        cpu, memory = sum(process.cpu_times()[:2]) - cpu, process.memory_info().rss - memory
+        memory, cpu = (after - before for after, before in zip(used(processes), (memory, cpu), strict=True))
     engine_times, times = (sorted(t for row in rows for t in row) for rows in (alone, through))
 
     def milliseconds(rows: list[float]) -> list[float]:
@@ -187,6 +201,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="what an engine takes for a turn")
     parser.add_argument("--engines", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1, help="of the gateway, behind one address")
     parser.add_argument("--first-token", metavar="RUN", help="of a running gateway and its one engine")
     options = parser.parse_args()
     if options.first_token:
@@ -195,9 +210,9 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as root,
         fake_engines(options.engines, seconds=options.seconds, tokens=16) as endpoints,
-        gateway(Path(root), endpoints, max_model_len=4096) as (url, process),
+        gateway(Path(root), endpoints, max_model_len=4096, processes=options.processes) as (url, processes),
     ):
-        print(json.dumps(asyncio.run(measure(url, process, [e.url for e in endpoints], options)), indent=1))
+        print(json.dumps(asyncio.run(measure(url, processes, [e.url for e in endpoints], options)), indent=1))
 
 
 if __name__ == "__main__":

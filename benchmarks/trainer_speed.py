@@ -68,6 +68,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
         num_key_value_heads=4, vocab_size=152064, tie_word_embeddings=False,
     ),
+    "qwen3-0.6B": dict(
+        architectures=["Qwen3ForCausalLM"], model_type="qwen3", hidden_size=1024, intermediate_size=3072,
+        num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936,
+        tie_word_embeddings=True,
+    ),
     "30B-A3B": dict(
         **EXPERTS, hidden_size=2048, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128,
         num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=4, vocab_size=151936,

@@ -132,12 +132,15 @@ class Reply:
     logprobs: tuple[tuple[str, float], ...] = ()
 
 
-def same_message(recorded: Message, sent: Message) -> bool:
+Tools = Sequence[Mapping[str, Any]]
+
+
+def same_message(recorded: Message, sent: Message, tools: Tools = ()) -> bool:
     """Whether an agent's message is the recorded one.
 
     The model's messages come back as the agent's framework keeps them: reasoning left out, white space around the text
-    cut, the stop text put behind it, the ids of tool calls replaced, arguments written anew. Everything else is
-    compared exactly, for the engine has read it.
+    cut, the stop text put behind it, the ids of tool calls replaced, arguments written anew, with the defaults that the
+    schema of the tool gives or without. Everything else is compared exactly, for the engine has read it.
     """
     if recorded.role != sent.role:
         return False
@@ -147,9 +150,24 @@ def same_message(recorded: Message, sent: Message) -> bool:
     return (
         sent.text.strip() in (recorded.text.strip(), (recorded.text + recorded.stop).strip())
         and sent.reasoning.strip() in ("", recorded.reasoning.strip())
-        and [(call.name, call.arguments) for call in recorded.tool_calls]
-        == [(call.name, call.arguments) for call in sent.tool_calls]
+        and len(sent.tool_calls) == len(recorded.tool_calls)
+        and all(_same_call(*calls, tools) for calls in zip(recorded.tool_calls, sent.tool_calls, strict=True))
     )
+
+
+def _same_call(recorded: ToolCall, sent: ToolCall, tools: Tools) -> bool:
+    if recorded.name != sent.name:
+        return False
+    if recorded.arguments == sent.arguments:
+        return True
+    defaults = {
+        name: schema["default"]
+        for tool in tools
+        if tool["function"]["name"] == sent.name
+        for name, schema in tool["function"]["parameters"].get("properties", {}).items()
+        if isinstance(schema, Mapping) and "default" in schema
+    }
+    return {**defaults, **recorded.arguments} == {**defaults, **sent.arguments}
 
 
 RETOLD = "Calling tools:\n"
@@ -172,9 +190,10 @@ def _with_its_calls(sent: Message) -> Message:
     return replace(sent, text=text, tool_calls=tuple(calls))
 
 
-def starts_with(sent: Sequence[Message], recorded: Sequence[Message]) -> bool:
-    """Whether the agent's messages begin with those recorded."""
-    return len(sent) >= len(recorded) and all(map(same_message, recorded, sent))
+def starts_with(sent: Sequence[Message], recorded: Sequence[Message], tools: Tools = ()) -> bool:
+    """Whether the agent's messages begin with those recorded. tools: the agent's."""
+    pairs = zip(recorded, sent, strict=False)
+    return len(sent) >= len(recorded) and all(same_message(*pair, tools) for pair in pairs)
 
 
 def template_messages(messages: Sequence[Message], *, arguments_as_text: bool = False) -> list[dict[str, Any]]:

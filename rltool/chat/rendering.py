@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, ToolCall, template_messages
@@ -81,6 +81,7 @@ class Renderer:
         self.longest_token = tokenizer.longest_token()
         self._stand_ins = StandIns(tokenizer.special_tokens)
         self._arguments_as_text = tokenizer.has_template and self._wants_arguments_as_text()
+        self._systems_anywhere = not tokenizer.has_template or self._takes_systems_anywhere()
         self._closing = self._find_closing() if tokenizer.has_template else None
 
     def prompt(self, conversation: Conversation) -> Suffix:
@@ -92,7 +93,8 @@ class Renderer:
         """What follows the tokens of `recorded`, with which the conversation begins; None where the template does not
         continue them. stop_id: the stop token that the recorded tokens end with, None where the reply was cut."""
         given = self._prepared(conversation.messages)
-        before = self._write(given[: len(recorded)], conversation.tools, ask=False)
+        joined = len(conversation.messages) - len(given)  # all of them before the first reply
+        before = self._write(given[: len(recorded) - joined], conversation.tools, ask=False)
         whole = self._write(given, conversation.tools, ask=True)
         if self._closing is None or not whole.startswith(before) or not before.endswith(self._closing):
             return None
@@ -158,6 +160,8 @@ class Renderer:
 
     def _prepared(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         spelled = [self._stand_ins.put(message) for message in messages]
+        if not self._systems_anywhere:
+            spelled = _one_system(spelled)
         return template_messages(spelled, arguments_as_text=self._arguments_as_text)
 
     def _write(self, given: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]], *, ask: bool) -> str:
@@ -177,6 +181,17 @@ class Renderer:
         except TemplateFailed:
             return True
 
+    def _takes_systems_anywhere(self) -> bool:
+        """Whether the template writes a system message where it stands, and does not refuse or drop one behind others,
+        or put it before them, which would rewrite what was recorded."""
+        said = Message("user", "Hello."), Message("assistant", "Hello."), Message("system", SENTINEL)
+        messages = template_messages((*said, Message("user", "And?")))
+        try:
+            text = self._tokenizer.render_messages(messages, ask=True, arguments=self._arguments)
+        except TemplateFailed:
+            return False
+        return text.rfind("Hello.") < text.find(SENTINEL)
+
     def _find_closing(self) -> str:
         """What the template writes behind an assistant's text, such as "<|im_end|>\\n"."""
         example = (Message("user", "Hello."), Message("assistant", SENTINEL))
@@ -190,6 +205,13 @@ class Renderer:
                 "the end of a reply is unknown"
             )
         return text.partition(SENTINEL)[2]
+
+
+def _one_system(messages: list[Message]) -> list[Message]:
+    """The first system messages as one, and later ones as a user's."""
+    first = next((i for i, one in enumerate(messages) if one.role != "system"), len(messages))
+    leading = [replace(messages[0], text="\n\n".join(one.text for one in messages[:first]))] if first else []
+    return leading + [replace(one, role="user") if one.role == "system" else one for one in messages[first:]]
 
 
 def _without_stop(ids: list[int], stop_id: int | None) -> list[int]:

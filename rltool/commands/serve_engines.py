@@ -118,6 +118,9 @@ def serve_engines(
         Literal["none", "fp8"] | None,
         typer.Option(help="fp8: linear layers are quantised when loaded (vLLM), for engines.quantization = fp8."),
     ] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="vLLM's batch-invariant kernels, for runs with algorithm.exact.")
+    ] = False,
     ready_timeout: Annotated[float | None, typer.Option(help="Seconds for each to serve (default: 600).")] = None,
     max_restarts: Annotated[
         int | None,
@@ -157,6 +160,7 @@ def serve_engines(
         "lora_rank": ("--lora-rank", lora_rank),
         "lora_slots": ("--lora-slots", lora_slots),
         "quantization": ("--quantization", quantization),
+        "exact": ("--exact", exact or None),
         "ready_timeout": ("--ready-timeout", ready_timeout),
         "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),

@@ -73,6 +73,7 @@ def served_frame(run: str, status: ServedStatus) -> RenderableType:
         "calls that wait": status.get("waiting", {}),
         "samples in flight": status.get("samples_in_flight", {}),
         "bytes of both": status.get("queued_bytes", {}),
+        "of results": status.get("result_bytes", {}),
     }
     clients = Table(title="clients", title_justify="left")
     clients.add_column("client")

@@ -88,6 +88,10 @@ class AlgorithmConfig(Config):
     """The old policy's log-probabilities, which ratios are taken to. trainer: computed again by the trainer before the
     first optimizer step (of tokens of earlier weights this is AReaL's proximal policy); rollout: the engines' own, of
     the weights that sampled each token."""
+    exact: bool = False
+    """The trainer's log-probabilities are to be those of the vLLM engines bit for bit: it computes with vLLM's own
+    batch-invariant kernels, engines of the run are started so (others need `serve-engines --exact`), and one token that
+    differs ends the run (docs/algorithms.md). One GPU a model, bfloat16, synchronous."""
     mask_tokens_older_than: int | None = Field(default=None, ge=0)
     """No loss on tokens that were sampled more than this many training steps ago; None: all are trained on."""
 

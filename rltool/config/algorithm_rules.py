@@ -110,6 +110,8 @@ def _check_policy(config: Sections) -> None:
         )
     if algorithm.routing_replay:
         _check_routing_replay(config)
+    if algorithm.exact:
+        _check_exact(config)
     if algorithm.uses_reward_parts:
         _check_reward_parts(config)
     if algorithm.needs_greedy_baseline:
@@ -231,6 +233,35 @@ def _check_routing_replay(config: Sections) -> None:
     if config.engines.router is not None or config.engines.start_router:
         named = "engines.start_router = true" if config.engines.start_router else "engines.router (--router)"
         raise ValueError(f"{setting} and {named} contradict each other: {ROUTER_DROPS_EXPERTS}")
+
+
+def _check_exact(config: Sections) -> None:
+    """Trainer and engines can compute the same bits: one GPU holds the model, and each batch is of its weights."""
+    trainer, layout = config.trainer, config.trainer.layout
+    contradictions = {
+        "trainer.device": trainer.device == "cpu",
+        "model.dtype": config.model.dtype != "bfloat16",
+        "trainer.tensor_parallel": layout.tp > 1,
+        "trainer.pipeline_parallel": layout.pp > 1,
+        "trainer.context_parallel": layout.cp > 1,
+        "trainer.shared_prefixes": trainer.shared_prefixes,
+        "trainer.residual": trainer.residual != "model",
+        "trainer.attention": trainer.attention != "auto",
+        "lora.rank": config.lora.rank > 0,
+        "engines.quantization": config.engines.quantization != "none",
+        "rollout.max_staleness": config.rollout.max_staleness > 0,
+        "rollout.partial_rollout": config.rollout.partial_rollout,
+        "sampling.top_p, sampling.top_k": config.sampling.truncates,
+        "algorithm.old_logprobs": config.algorithm.old_logprobs != "trainer",
+        "algorithm.distill_kl_coef": config.algorithm.uses_teacher_topk,
+        "critic": config.algorithm.uses_critic,
+    }
+    found = [name for name, contradicts in contradictions.items() if contradicts]
+    if found:
+        raise ValueError(
+            f"algorithm.exact = true is implemented for one GPU a model, bfloat16, and batches of the weights at hand; "
+            f"leave out: {', '.join(found)}"
+        )
 
 
 def _check_credit(config: Sections) -> None:

@@ -202,6 +202,8 @@ class ServeConfig(Config):
     """Adapters that it holds at a time."""
     quantization: Literal["none", "fp8"] = "none"
     """fp8: linear layers are quantised when they are loaded (vLLM); for runs with engines.quantization = "fp8"."""
+    exact: bool = False
+    """vLLM's batch-invariant kernels, which the trainer of a run with algorithm.exact computes with too."""
     ready_timeout: float = Field(default=600.0, gt=0)
     """Seconds from its launch until an engine serves."""
     max_restarts: int = Field(default=5, ge=0)
@@ -258,6 +260,7 @@ class EngineLaunch(Config):
     lora_slots: int = 4
     quantization: dict[str, Any] | None = None
     """A quantization_config in the place of its model's, whose weights are quantised when they are loaded."""
+    exact: bool = False
     ready_timeout: float = 600.0
     model: Path
     host: str

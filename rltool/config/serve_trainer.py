@@ -30,7 +30,8 @@ class ServeTrainerConfig(Config):
     max_samples: int = Field(default=4096, ge=1)
     """Sampling requests of one client that are in flight."""
     max_queued_bytes: int = Field(default=2**30, ge=1024)
-    """Of one client's calls and sampling requests that have not ended, as they were sent; at least max_body_bytes."""
+    """Of one client's calls and sampling requests that have not ended, as they were sent; at least max_body_bytes. As
+    many of its results are kept."""
     max_models: int = Field(default=16, ge=1)
     """Of one client."""
     session_timeout: float = Field(default=600.0, gt=0)

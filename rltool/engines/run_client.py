@@ -97,15 +97,15 @@ class CallCounts(TypedDict):
 
 class ServedStatus(TypedDict, total=False):
     """GET /status of a served trainer. calls: by kind, those that were carried out; waiting: by client, calls that
-    the trainer has not begun; queued_bytes: by client, of calls and samples that have not ended; models: by client;
-    running: the kind of call that is carried out now, "" for none; stalled: why none can be, "" otherwise; samples,
-    sampled_tokens: that ended;
-    samples_in_flight: by client; refused: by client, requests that were not accepted; requests: by route, those
-    too."""
+    the trainer has not begun; queued_bytes: by client, of calls and samples that have not ended; result_bytes: by
+    client, of results that are kept; models: by client; running: the kind of call that is carried out now, "" for none;
+    stalled: why none can be, "" otherwise; samples, sampled_tokens: that ended; samples_in_flight: by client; refused:
+    by client, requests that were not accepted; requests: by route, those too."""
 
     calls: dict[str, CallCounts]
     waiting: dict[str, int]
     queued_bytes: dict[str, int]
+    result_bytes: dict[str, int]
     stalled: str
     models: dict[str, int]
     running: str

@@ -39,7 +39,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(("model", "stream"), ALL, "followed", "the events come with the tokens"),
     Parameter(("messages", "tools"), ("chat", "anthropic"), "followed", "text, images; functions"),
     Parameter(("system",), ("anthropic",), "followed", "text"),
-    Parameter(("input", "instructions", "tools"), ("responses",), "followed", "text, images; functions"),
+    Parameter(("input", "instructions"), ("responses",), "followed", "text, images"),
+    Parameter(
+        ("tools",), ("responses",), "followed",
+        "functions, in namespaces too; custom tools as functions of one text, their grammar: as temperature",
+    ),
     Parameter(("prompt",), ("completions",), "followed", "one text, or one list of token ids"),
     Parameter(("max_tokens",), ("chat", "completions", "anthropic"), "followed", "only cuts"),
     Parameter(("max_completion_tokens",), ("chat",), "followed", "only cuts"),
@@ -52,13 +56,26 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter(("tool_choice",), ("chat", "responses", "anthropic"), "followed", "a forced call: as temperature"),
     Parameter(("user", "metadata", "service_tier", "seed", "store"), ALL, "hint", "agents are not seeded"),
     Parameter(("safety_identifier", "prompt_cache_key", "prompt_cache_retention"), ALL, "hint"),
+    Parameter(("client_metadata",), ("responses",), "hint", "the agent's own"),
     Parameter(("include",), ("responses",), "hint", "but log-probabilities: refused"),
     Parameter(("temperature", "top_p", "top_k"), ALL, "sampling", "only the run's own, or those of the session"),
     Parameter(("frequency_penalty", "presence_penalty", "min_p"), ALL, "sampling", SHAPES, plain=(0,)),
     Parameter(("repetition_penalty",), ALL, "sampling", SHAPES, plain=(1,)),
     Parameter(("logit_bias",), ALL, "sampling", SHAPES, plain=({},)),
     Parameter(("parallel_tool_calls",), ("chat", "responses"), "sampling", "calls are not bounded", plain=(True,)),
-    Parameter(("reasoning_effort", "verbosity", "reasoning", "output_config"), ALL, "sampling", "the model knows none"),
+    Parameter(("reasoning_effort", "verbosity"), ALL, "sampling", "the model knows none"),
+    Parameter(
+        ("reasoning",), ALL, "sampling", "an effort: the model knows none; a summary is the thinking itself",
+        plain=({}, {"summary": "auto"}),
+    ),
+    Parameter(
+        ("output_config",), ("anthropic",), "sampling", 'the model knows no effort; "high" is the API\'s default',
+        plain=({}, {"effort": "high"}),
+    ),
+    Parameter(
+        ("context_management",), ALL, "refused", "a prompt is served whole; edits that keep all: followed",
+        plain=({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+    ),
     Parameter(("n", "best_of"), OPENAI, "refused", "send the request that many times", plain=(1,)),
     Parameter(("logprobs",), ("completions",), "refused", "chat has them", plain=(False, 0)),
     Parameter(("top_logprobs",), OPENAI, "refused", "only those of sampled tokens are known", plain=(0,)),
@@ -93,7 +110,9 @@ def not_followed(
         why = found.why if found else "this gateway does not know it"
         if name == "tool_choice" and _kind(value) not in ("auto", "none"):
             becomes, why = "sampling", "a forced call changes the distribution that the model is trained on"
-        asks_nothing = value is None or bool(found and value in found.plain) or value == own.get(name, ...)
+        if name == "tools" and api == "responses" and has_grammar(value):
+            becomes, why = "sampling", "a custom tool's grammar changes the distribution that the model is trained on"
+        asks_nothing = value is None or bool(found and _given(value) in found.plain) or value == own.get(name, ...)
         if becomes in ("followed", "hint") or asks_nothing:
             continue
         if becomes == "refused":
@@ -112,6 +131,21 @@ def not_followed(
 def with_tools(choice: Any) -> bool:
     """Whether the model is shown its tools, by tool_choice of any API."""
     return _kind(choice) != "none"
+
+
+def has_grammar(tools: Any) -> bool:
+    """Whether what a custom tool of OpenAI Responses is called with is bound to a grammar."""
+    return isinstance(tools, list) and any(
+        isinstance(tool, Mapping) and tool.get("type") == "custom" and _kind(tool.get("format")) not in (None, "text")
+        for tool in tools
+    )
+
+
+def _given(value: Any) -> Any:
+    """Without the fields of an object that say nothing."""
+    if isinstance(value, Mapping):
+        return {key: one for key, one in value.items() if one is not None}
+    return value
 
 
 def _kind(choice: Any) -> Any:

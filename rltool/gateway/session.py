@@ -79,7 +79,7 @@ class Session:
                 turn
                 for turn in self._newest_longest(lambda turn: len(turn.history or ()))
                 if turn.history and turn.tools_key == key and len(turn.history) < len(sent)
-                if starts_with(sent, turn.history)
+                if starts_with(sent, turn.history, conversation.tools)
             ),
             None,
         )
@@ -89,7 +89,7 @@ class Session:
         key, sent = conversation.tools_key, conversation.messages
         return any(
             turn.history and turn.tools_key == key and len(turn.history) == len(sent) + 1
-            and starts_with(sent, turn.history[:-1])
+            and starts_with(sent, turn.history[:-1], conversation.tools)
             for turn in list(self.places.values())
         )  # fmt: skip
 

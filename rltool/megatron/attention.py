@@ -280,7 +280,7 @@ class _WithSinks(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         by_out = grads[0].contiguous()
         query, key, value, sinks, out, total, *random = ctx.saved_tensors
-        by_inputs = _flash_backward(by_out, query, key, value, out, total, *random, *ctx.options)
+        by_inputs = flash_backward(by_out, query, key, value, out, total, *random, *ctx.options)
         share = torch.exp(sinks.float()[:, None] - total)
         by_sinks = -(share * (by_out.float() * out.float()).sum(-1).t()).sum(-1)
         return *by_inputs, by_sinks.to(sinks.dtype), None, None, None
@@ -297,7 +297,7 @@ def _flash_forward(
     )[:4]  # fmt: skip
 
 
-def _flash_backward(
+def flash_backward(
     by_out: Tensor,
     query: Tensor,
     key: Tensor,

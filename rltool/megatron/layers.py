@@ -17,7 +17,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rltool.errors import UsageError
-from rltool.megatron.attention import Backend, attention_with_sinks, has_kernels, kernel_for
+from rltool.megatron.attention import Backend, Kernel, attention_with_sinks, has_kernels, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
 from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
@@ -153,6 +153,7 @@ class PackedCausalAttention(MegatronModule):
         """layer_number: from 1, over all pipeline stages."""
         super().__init__(config=config)
         self.backend: Backend = backend
+        self.kernel: Kernel | None = None  # in the place of the one that `backend` chooses
         self.scale, self.softcap = softmax_scale, attention.softcap
         self.window = attention.windows[layer_number - 1] if attention.windows else None
         heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -205,7 +206,7 @@ class PackedCausalAttention(MegatronModule):
         value = F.pad(value, (0, dim - size)) if dim != size else value
         window = self._window(packed)
         if self.sinks is None:
-            kernel = kernel_for(query, key, packed, scale=scale, window=window, backend=self.backend)
+            kernel = self.kernel or kernel_for(query, key, packed, scale=scale, window=window, backend=self.backend)
             return kernel(query, key, value, packed, scale, window)[..., :size]
         # Of sinks torch's kernel alone has gradients here.
         return attention_with_sinks(query, key, value, self.sinks, packed, scale, window)[..., :size]

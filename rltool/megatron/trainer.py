@@ -22,6 +22,7 @@ from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
+from rltool.megatron.exact import exact_head_logprobs, use_engine_kernels
 from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
@@ -111,6 +112,8 @@ class MegatronTrainer(TrainedModel):
         compile_on_cuda(self.config.compile)
         model = build_model(self.family, self.coordinates, self.dtype, self.runtime.device, self.config)
         output_hidden_states(model)
+        if self.algorithm.exact:
+            use_engine_kernels(model, self.model_path, self.family.architecture)
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART
@@ -282,7 +285,8 @@ class MegatronTrainer(TrainedModel):
         options = {"keep": not self.config.recompute_head, **self._head()}
         kept = micro.at_targets.get("sampling_mask")
         if kept is None:
-            found = head_logprobs(states, weight, micro.targets, **options)
+            head = exact_head_logprobs if self.algorithm.exact else head_logprobs
+            found = head(states, weight, micro.targets, **options)
         else:
             found = kept_distribution(head_logprobs_of(states, weight, micro.targets, kept, **options), kept)
         return self._on_all_context_ranks(micro, *found)

@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from rltool.config.base import Config
@@ -16,7 +18,7 @@ from rltool.engines.fleet.disaggregation import samples_alone
 from rltool.engines.run_client import SERVED_ROLE
 from rltool.engines.sync_client import send
 from rltool.engines.types import EngineInfo, HttpRequest
-from rltool.errors import EngineError, UsageError
+from rltool.errors import DiskFull, EngineError, UsageError
 from rltool.processes.files import starting, write_text_atomic
 from rltool.processes.hosts import http_url
 from rltool.processes.ports import reserved_ports
@@ -34,6 +36,8 @@ ROLE = SERVED_ROLE
 LEAST_SLOTS = 2
 """One adapter that requests run with, and the next."""
 _CALL_SECONDS = 5.0
+FULL_SECONDS = 5.0
+"""Between two attempts to start the server again on a full disk."""
 
 
 class Parts(Config):
@@ -95,16 +99,36 @@ def keys_of(serving: ServeTrainerConfig, run: RunDirectory) -> Path:
 
 
 class ServerRelaunch(Relaunch[ProcessSpec]):
-    """`Restarts` of the one server: it goes on from its last snapshot and what its journal has since."""
+    """`Restarts` of the one server: it goes on from its last snapshot and what its journal has since. On a full disk
+    it is tried until there is room."""
 
     vital = True
 
+    def __init__(
+        self, group: ProcessGroup, policy: RestartPolicy, report: Callable[[str], None] = lambda _: None
+    ) -> None:  # fmt: skip
+        super().__init__(group, policy)
+        self._report = report
+
     def start(self, process: RunningProcess) -> RunningProcess:
         super().end(process)
-        with starting("the server", process.run.path):
-            started = self._group.start(self._launches[process.role], log=process.log)
+        said = False
+        while (started := self._started(process, quiet=said)) is None:
+            said = True
+            time.sleep(FULL_SECONDS)
         self._budget.started(process.role)
         return started
+
+    def _started(self, process: RunningProcess, *, quiet: bool) -> RunningProcess | None:
+        """None: there is no room for it."""
+        try:
+            with starting("the server", process.run.path):
+                return self._group.start(self._launches[process.role], log=process.log)
+        except DiskFull as error:
+            if not quiet:
+                with suppress(OSError):  # of the log
+                    self._report(f"{error}; it is tried again every {FULL_SECONDS:g} s")
+            return None
 
 
 def start_server(
@@ -134,7 +158,7 @@ def start_server(
 
     with waiting(f"starting ranks and server (--ready-timeout = {serving.ready_timeout:g} s)", report):
         asyncio.run(wait_until_ready(process, serves, timeout=serving.ready_timeout))
-    relaunch = ServerRelaunch(group, RestartPolicy(serving.max_restarts))
+    relaunch = ServerRelaunch(group, RestartPolicy(serving.max_restarts), report)
     relaunch.watch(process, spec)
     group.restarts.append(relaunch)
     return url

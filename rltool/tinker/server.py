@@ -341,6 +341,7 @@ class TinkerServer:
         status = ServedStatus(
             calls=calls, waiting=service.waiting(), models=service.models(), running=service.running,
             stalled=service.stalled, queued_bytes=service.queued.by_client(),
+            result_bytes=dict(+service.kept.bytes),
             refused={who: found["refused"] for who, found in service.history.clients.items() if "refused" in found},
             requests=dict(self.requests),
         )  # fmt: skip
@@ -364,7 +365,7 @@ def metrics_of(status: ServedStatus) -> dict[str, float]:
     for kind, counts in status.get("calls", {}).items():
         for name, value in cast(Mapping[str, float], counts).items():
             found[f"served/{'' if name == 'calls' else 'call_'}{name}_total/{kind}"] = float(value)
-    for name in ("waiting", "queued_bytes", "models", "samples_in_flight", "refused"):
+    for name in ("waiting", "queued_bytes", "result_bytes", "models", "samples_in_flight", "refused"):
         for client, value in cast(Mapping[str, int], status.get(name) or {}).items():
             found[f"served/{name}{'_total' if name == 'refused' else ''}/{client}"] = value
     if "samples" in status:

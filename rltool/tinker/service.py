@@ -379,10 +379,13 @@ class Service(Books):
     async def result(self, client: str, number: int, seconds: float) -> dict[str, Any] | None:
         """None: there is none after so long. Of another client's call as of none: 404."""
         call, results = self._journal.calls.get(number), self._journal.results
-        if call is None or call.client != client or call.kind in BOOKKEEPING:
-            raise Refused(404, f"there is no request {number}, or its result was fetched long ago")
-        if self._is_done(call) and number not in results:
-            raise Refused(404, f"the result of request {number} was fetched long ago, and is kept no more")
+        if call is None or call.client != client or call.kind in BOOKKEEPING or (
+            self._is_done(call) and number not in results
+        ):  # fmt: skip
+            raise Refused(
+                404, f"there is no request {number}, or its result is kept no more: it was fetched long ago, or "
+                f"{RESULTS * self.limits.in_flight} newer ones of this client came before it was"
+            )  # fmt: skip
         self._touch(call.model)
         try:
             async with asyncio.timeout(seconds), self._changed:

@@ -371,6 +371,13 @@ class Loop:
                 "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
                 "another precision or at another temperature."
             )
+        if self.config.algorithm.exact and self.stops_on_difference and found.tokens and found.abs_max != 0.0:
+            differ = int((logprobs != batch.rollout_logprobs)[selection > 0].sum())
+            raise TrainingStopped(
+                f"algorithm.exact: {differ} of {found.tokens} log-probabilities are not the engines' (max "
+                f"{found.abs_max:.2e}); no optimizer step was made on this rollout. Engines that the run does not "
+                "start need `serve-engines --exact`, of the vLLM version that is installed beside the trainer"
+            )
         if self.stops_on_difference and batch.picture_places is not None:
             check_each_sample(batch, logprobs, selection, limit)
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)

@@ -17,11 +17,12 @@ from rltool.engines.run_status import run_status
 from rltool.errors import RltoolError, UsageError
 from rltool.processes.restarts import RestartPolicy
 from rltool.processes.run_directory import open_run
-from rltool.processes.spawn import ProcessFailed, ProcessSpec
+from rltool.processes.spawn import ProcessFailed, ProcessSpec, RunningProcess
 from rltool.processes.state import is_alive, read_state, read_states, state_of_this_process, write_state
 from rltool.processes.stop import process_tree, stop_processes
 from rltool.processes.stop_run import stop_order, stop_run
 from rltool.processes.supervise import ProcessGroup, run_in_foreground
+from rltool.tinker import launch
 from rltool.tinker.launch import ServerRelaunch
 
 DEADLINE = 30.0
@@ -32,7 +33,7 @@ import sys
 from pathlib import Path
 from rltool.errors import RltoolError
 from rltool.processes.run_directory import open_run
-from rltool.processes.spawn import ProcessFailed, ProcessSpec
+from rltool.processes.spawn import ProcessFailed, ProcessSpec, RunningProcess
 from rltool.processes.supervise import run_command
 
 LONELY = "import time; print('up', flush=True); time.sleep(600)"
@@ -420,9 +421,37 @@ def test_a_log_on_a_full_disk_keeps_no_process_from_being_started_again(tmp_path
         group.restarts.append(relaunch)
 
     run = open_run("r", create=True, root=tmp_path)
-    with pytest.raises(ProcessFailed, match="serve-trainer exited with code 3|serve-trainer ended"):
+    with pytest.raises(ProcessFailed, match="ended with exit code 3"):
         run_in_foreground("serve-trainer-command", run, bring_up, note=full)
     assert (tmp_path / "starts").read_text() == "\n" * 3
+
+
+def test_a_server_is_tried_again_until_a_full_disk_has_room_and_says_once_that_it_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "FULL_SECONDS", 0.01)
+    start, tries, said = ProcessGroup.start, [], []
+
+    def full(group: ProcessGroup, spec: ProcessSpec, **more: object) -> RunningProcess:
+        tries.append(spec.role)
+        if 1 < len(tries) < 6:
+            raise OSError(28, "No space left on device")
+        return start(group, spec, **more)
+
+    def report(line: str) -> None:
+        said.append(line)
+        raise OSError(28, "No space left on device")
+
+    def bring_up(group: ProcessGroup) -> None:
+        spec = ProcessSpec(role="serve-trainer", argv=("bash", "-c", "exit 3"))
+        relaunch = ServerRelaunch(group, RestartPolicy(1, backoff=0.01), report)
+        relaunch.watch(group.start(spec), spec)
+        group.restarts.append(relaunch)
+
+    monkeypatch.setattr(ProcessGroup, "start", full)
+    run = open_run("r", create=True, root=tmp_path)
+    with pytest.raises(ProcessFailed, match="ended with exit code 3"):
+        run_in_foreground("serve-trainer-command", run, bring_up)
+    assert len(tries) == 6, "one restart, which waited"
+    assert len(said) == 1 and f"{run.path} cannot be written (No space left" in said[0] and "bytes" in said[0]
 
 
 def test_the_trainer_is_asked_alone_and_ends_its_children_before_the_engines_are_touched(tmp_path):

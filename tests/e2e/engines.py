@@ -197,13 +197,23 @@ def cookbook_python() -> Path:
     return _released("cookbook", "RLTOOL_COOKBOOK_PYTHON")
 
 
+def programs() -> Path:
+    """The folder of the programs from npm (requirements/programs), as clients_python."""
+    how = "make programs, then RLTOOL_PROGRAMS=$PWD/.programs (`make test-long` does both)"
+    return _named("programs", "RLTOOL_PROGRAMS", how)
+
+
 def _released(what: str, variable: str) -> Path:
-    named = os.environ.get(variable)
     how = f"make venv-{what}, then {variable}=$PWD/.venv-{what}/bin/python (`make test` does both)"
+    return _named(what, variable, how)
+
+
+def _named(what: str, variable: str, how: str) -> Path:
+    named = os.environ.get(variable)
     if not named and os.environ.get("CI", "").lower() not in ("true", "1"):
-        pytest.skip(f"{what}: runs in an environment of its own, and {variable} names none: {how}")
+        pytest.skip(f"{what}: run in an environment of their own, and {variable} names none: {how}")
     if not named or not Path(named).exists():
-        pytest.fail(f"{variable} is {named!r}, which names no interpreter: {how}")
+        pytest.fail(f"{variable} is {named!r}, where there is nothing: {how}")
     return Path(named)
 
 

@@ -581,6 +581,17 @@ def test_models_without_adapters_keep_vllms_experts_and_those_with_biases_are_re
         chosen(is_lora_enabled=True, has_bias=True)
 
 
+def test_a_worker_begins_with_experts_that_take_adapters_where_the_server_was_started_for_them():
+    code = """if True:
+        import rltool.engines.plugin.worker
+        from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
+        print(getattr(method.select_unquantized_moe_backend, "rltool", False))
+    """
+    for more, said in (({LORA_EXPERTS_VARIABLE: "1"}, "True"), ({}, "False")):
+        done = subprocess.run([sys.executable, "-c", code], env=os.environ | more, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == [said], done.stderr
+
+
 def test_digests_of_an_adapter_are_what_the_trainer_works_out_and_one_changed_value_shows():
     """In bfloat16, with a scale that rounds; read out of the place that is sampled with."""
     manager = worker({}, {f"{LAYER}self_attn.o_proj": (5,)}, 5, torch.bfloat16)

@@ -74,7 +74,53 @@ def case_metadata(place, path, dtype):
         return [(meta.name, meta.dtype, meta.shape, str(t.dtype), tuple(t.shape)) for meta, t in pairs]
 
 
+def plain_kernels() -> None:
+    """In the places where rltool.megatron.exact calls vLLM's, by the names that they have there."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
+
+    from rltool.megatron import exact, kernels, trainer
+
+    def add_and_norm(x, residual, weight, eps):
+        residual += x
+        x.copy_(torch.nn.functional.rms_norm(residual, (x.size(-1),), weight, eps))
+
+    def of_tokens(logits, ids):
+        return torch.log_softmax(logits.float(), -1).gather(-1, ids)
+
+    exact.replace_layers.__globals__["_silu_and_mul"] = lambda x: kernels.swiglu(x)
+    trainer.use_engine_kernels = lambda model, path, _: exact.replace_layers(model, path)
+    batch_invariant.linear_batch_invariant = torch.nn.functional.linear
+    batch_invariant.rms_norm_batch_invariant = lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)
+    ops.fused_add_rms_norm, logprob.compute_token_logprobs = add_and_norm, of_tokens
+    gumbel.apply_temperature = lambda logits, rows, temperature: logits.div_(temperature[rows.long()][:, None])
+
+
+def case_exact(place, path, batch, exact):
+    if exact:
+        plain_kernels()
+    with closing(make_trainer(place, path, temperature=0.7, algorithm={"exact": exact})) as trainer:
+        [logprobs] = trainer.compute_logprobs([batch])
+        trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
+        gradients = {name: p.main_grad.clone() for name, p in trainer.gpt.named_parameters()}
+        return logprobs, gradients, sorted({type(module).__name__ for module in trainer.gpt.modules()})
+
+
 # Tests.
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "qwen3"])
+def test_with_plain_functions_for_vllms_kernels_an_exact_trainer_is_the_usual_one(ranks, tmp_path, kind):
+    """Each kernel is called for its own part of the model, on its own weights, rotary positions and log-softmax
+    included; gradients come through all of them. The kernels' bits are for tests/gpu/test_exact.py."""
+    path, batch = save_hf(tmp_path / "hf", kind), policy_batch(LENGTHS)
+    [usual] = ranks.run(case_exact, 1, path, batch, False)
+    [exact] = ranks.run(case_exact, 1, path, batch, True)
+    assert {"_GatedMLP", "_Linear", "_Norm", "_Rotary"} <= {*exact[2]} and "RMSNorm" not in exact[2]
+    torch.testing.assert_close(exact[0], usual[0], rtol=0, atol=2e-5)
+    for name, gradient in usual[1].items():
+        torch.testing.assert_close(exact[1][name], gradient, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

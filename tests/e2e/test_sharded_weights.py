@@ -177,10 +177,12 @@ def test_two_ranks_with_half_of_the_experts_each_into_two_workers(ranks, tmp_pat
 
 
 @pytest.mark.long
-def test_a_run_sends_shards_and_an_engine_that_was_killed_gets_the_weights_by_them_again(training):  # noqa: F811
+@pytest.mark.parametrize("transport", ["gloo", "disk"])
+def test_a_run_sends_shards_and_an_engine_that_was_killed_gets_the_weights_by_them_again(training, transport):  # noqa: F811
     """The killed engine comes up with the model of step 0, of which the trainer's weights are far by then."""
     ranks_of_two = ("trainer.world_size=2", "trainer.tensor_parallel=2", "trainer.cpus_per_rank=0.5")
-    training.begin("weights.sharded=true", "weights.bucket_bytes=100000", *ranks_of_two)
+    over = f"weights.transport={transport}"
+    training.begin("weights.sharded=true", over, "weights.bucket_bytes=100000", *ranks_of_two)
     training.until_steps(2)
     training.in_generation()
     training.victim.signal(signal.SIGKILL)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from rltool.config.serve import Device, EngineLaunch
@@ -356,6 +357,10 @@ class Launches(Protocol):
 
     def no_fp8(self) -> str | None:
         """Why it does not quantise the weights that it loads; None: it does."""
+        return "that is implemented for vLLM"
+
+    def not_exact(self, device: Device, model: Path) -> str | None:
+        """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""
         return "that is implemented for vLLM"
 
     def no_routed_experts(self, device: Device) -> str | None:

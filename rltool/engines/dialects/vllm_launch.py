@@ -150,6 +150,8 @@ class VllmLaunching(Launches):
             environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         if launch.quantization is not None:
             environment[FP8_VARIABLE] = "1"
+        if launch.exact:
+            environment["VLLM_BATCH_INVARIANT"] = "1"
         if launch.bootstrap_port is not None:
             environment |= {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
@@ -173,6 +175,11 @@ class VllmLaunching(Launches):
 
     def no_fp8(self) -> str | None:
         return None
+
+    def not_exact(self, device: Device, model: Path) -> str | None:
+        if device == "cpu":
+            return "its batch-invariant kernels are for GPUs"
+        return None if exact_heads(model) else HEADS_ARE_NOT_EXACT
 
     def max_logprobs(self, flags: Sequence[str]) -> float:
         return max_logprobs(flags)
@@ -205,7 +212,9 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     # The default mode returns log-probabilities before temperature; training needs those that were sampled from.
     flags = ["--logprobs-mode", "processed_logprobs", "--enable-scale-out", "--enable-prompt-tokens-details"]
     flags += ["--worker-extension-cls", WORKER_EXTENSION, "--max-logprobs", str(MAX_LOGPROBS)]
-    overrides = head_dtype(launch)
+    overrides = {} if launch.exact else head_dtype(launch)
+    if launch.exact:  # what torch.compile fuses rounds in other places; the head is exact in the model's dtype alone
+        flags += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL"})]
     if launch.quantization is not None:
         overrides["quantization_config"] = launch.quantization
         flags += ["--load-format", FP8_FORMAT]
@@ -219,14 +228,32 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
 
 
+HEADS_ARE_NOT_EXACT = "vLLM's attention gives the same token other bits as a prompt and as it is sampled in heads of \
+another size than 128"
+"""FlashAttention 3 (hopper/tile_size.h) sums over the keys of heads of 128 in blocks of 128. For heads of 64 these are
+128 with a causal mask, and 160 in pages without one, as a single query is computed: 4.5e-4 (KL) apart on an H200."""
+
+
+def exact_heads(model: Path) -> bool:
+    """Whether this Hugging Face directory's heads are of 128."""
+    config = _config_of(model)
+    heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
+    size = config.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None)
+    return size == 128
+
+
 def lora_rank(rank: int) -> int:
     """The smallest that vLLM is built for (vllm/config/lora.py) and that holds this one."""
     return next((known for known in LORA_RANKS if known >= rank), rank)
 
 
 def _config(launch: EngineLaunch) -> Mapping[str, Any]:
+    return _config_of(launch.model)
+
+
+def _config_of(model: Path) -> Mapping[str, Any]:
     try:
-        return json_object(json.loads((launch.model / "config.json").read_text()))
+        return json_object(json.loads((model / "config.json").read_text()))
     except (OSError, ValueError):
         return {}  # vLLM itself reports what is wrong with the model directory
 

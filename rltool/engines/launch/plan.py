@@ -69,6 +69,7 @@ class Model:
     lora_rank: int = 0
     lora_slots: int = 1
     quantization: dict[str, Any] | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -279,6 +280,10 @@ def _processes(
         )
     if model.quantization is not None and (why := launches(group.engine).no_fp8()) is not None:
         raise UsageError(f"group {group.name!r}: {dialect(group.engine).label} was to serve FP8 (quantization): {why}")
+    if model.exact and (why := launches(group.engine).not_exact(device, model.path)) is not None:
+        raise UsageError(
+            f"group {group.name!r}: {dialect(group.engine).label} was to compute exactly (algorithm.exact): {why}"
+        )
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
@@ -289,7 +294,7 @@ def _processes(
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
             lora_rank=lora_rank, lora_slots=max(group.lora_slots, model.lora_slots),
-            quantization=model.quantization,
+            quantization=model.quantization, exact=model.exact,
             trust_remote_code=group.trust_remote_code,
             # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.

@@ -78,7 +78,7 @@ class Order:
 
 def order_of_flags(config: ServeConfig) -> Order:
     """What the command line of serve-engines asks for."""
-    model = Model(config.model, config.update_weights, task=config.task)
+    model = Model(config.model, config.update_weights, task=config.task, exact=config.exact)
     return Order((config.group,), {config.served_name: model}, RestartPolicy(config.max_restarts))
 
 
@@ -91,7 +91,7 @@ def order_of_file(config: TrainConfig) -> Order:
         config.model.path, start_router=config.engines.start_router,
         return_routed_experts=config.algorithm.routing_replay,
         lora_rank=config.lora.rank if config.weights.lora_sync == "adapter" else 0,
-        lora_slots=config.rollout.max_staleness + EXTRA_SLOTS,
+        lora_slots=config.rollout.max_staleness + EXTRA_SLOTS, exact=config.algorithm.exact,
     )  # fmt: skip
     models = {POLICY: policy}
     models |= {

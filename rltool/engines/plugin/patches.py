@@ -151,8 +151,6 @@ def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:
     from vllm.model_executor.layers.fused_moe.experts.lora_experts_mixin import LoRAExpertsMixin
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
-    from rltool.engines.plugin.adapters import experts_output
-
     class LoraExperts(LoRAExpertsMixin, CPUUnquantizedExperts):
         @staticmethod
         def _supports_activation(activation: Any) -> bool:
@@ -169,6 +167,8 @@ def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:
             self, output: Any, hidden_states: Any, w1: Any, w2: Any, topk_weights: Any, topk_ids: Any, activation: Any,
             *_: Any, **__: Any,
         ) -> None:  # fmt: skip
+            from rltool.engines.plugin.adapters import experts_output  # which imports the module that calls this
+
             def activate(both: Any) -> Any:
                 inner = both.new_empty(len(both), both.shape[-1] // 2)
                 self.activation(activation, inner, both)

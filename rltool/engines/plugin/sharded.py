@@ -105,6 +105,7 @@ class _StoresChannel(ABC):
         ]
         self._needs: Needs = {}
         self._sends: list[Sends] = []
+        self._buckets: Sequence[Bucket] = ()
         self._numbers: dict[Bucket, int] = {}
 
     def agree(self, needs_of: NeedsOf) -> None:
@@ -123,19 +124,24 @@ class _StoresChannel(ABC):
         except ShardError as error:
             self._tell(shards.read_key(self._worker), "")
             raise ChannelError(f"weights.sharded: {error}") from error
+        self._buckets = buckets
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
 
     def receive_boxes(self, bucket: Bucket, path: str | None = None) -> Boxes:
         if bucket not in self._numbers:
             raise ChannelError(f"{bucket[0].name}: the bucket is none of those that this connection was made for")
-        places, dtypes = _Places(bucket, self._needs), {meta.name: meta.dtype for meta in bucket}
-        for piece, tensor in self._pieces(self._numbers[bucket], dtypes):
+        places = _Places(bucket, self._needs)
+        for piece, tensor in self._pieces(self._numbers[bucket]):
             places.put(piece, tensor, borrowed=self.borrows)
         return places.boxes
 
     @abstractmethod
-    def _pieces(self, number: int, dtypes: Mapping[str, str]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        """All of bucket `number`. dtypes: by tensor."""
+    def _pieces(self, number: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+        """All of bucket `number`."""
+
+    def _dtypes(self, number: int) -> dict[str, str]:
+        """By tensor."""
+        return {meta.name: meta.dtype for meta in self._buckets[number]}
 
     def close(self) -> None:
         self._stores = []
@@ -160,24 +166,28 @@ class _Message(NamedTuple):
 class _MessageChannel(_StoresChannel):
     device = torch.device("cpu")
 
-    def _pieces(self, number: int, dtypes: Mapping[str, str]) -> Iterator[tuple[Piece, torch.Tensor]]:
-        messages = []
+    def _pieces(self, number: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+        for message in self._arriving(number):
+            tensors = wire.split_flat(message.flat, message.metas)
+            yield from ((piece, tensor) for piece, (_, tensor) in zip(message.pieces, tensors, strict=True))
+
+    def _messages(self, number: int) -> list[_Message]:
+        """Of a bucket, that will come."""
+        messages, dtypes = [], self._dtypes(number)
         for rank, sends in enumerate(self._sends):
             if pieces := sends[number]:
                 metas = shards.message_metas(pieces, dtypes)
                 flat = torch.empty(wire.bucket_bytes(metas), dtype=torch.uint8, device=self.device)
                 messages.append(_Message(rank, pieces, metas, flat))
-        for message in self._arriving(messages):
-            tensors = wire.split_flat(message.flat, message.metas)
-            yield from ((piece, tensor) for piece, (_, tensor) in zip(message.pieces, tensors, strict=True))
+        return messages
 
     @abstractmethod
-    def _arriving(self, messages: Sequence[_Message]) -> Iterator[_Message]:
-        """Each as soon as it has come. Raises ChannelError."""
+    def _arriving(self, number: int) -> Iterator[_Message]:
+        """Each of a bucket as soon as it has come. Raises ChannelError."""
 
 
 class ShardedGlooChannel(_MessageChannel):
-    """A group with each rank."""
+    """A group with each rank. The next bucket comes while one is loaded, so two of them lie here."""
 
     def __init__(
         self, stores: Sequence[tuple[str, int]], *, worker: int, rank: int, world_size: int, group: str,
@@ -188,20 +198,29 @@ class ShardedGlooChannel(_MessageChannel):
             wire.open_group(address, port, rank, world_size, group, timeout_seconds, store=store)
             for (address, port), store in zip(stores, self._stores, strict=True)
         ]
+        self._ahead: tuple[int, list[tuple[_Message, Any]]] | None = None
 
-    def _arriving(self, messages: Sequence[_Message]) -> Iterator[_Message]:
-        works = [wire.receive(self._groups[message.rank], message.flat) for message in messages]
-        for message, work in zip(messages, works, strict=True):
+    def _begin(self, number: int) -> list[tuple[_Message, Any]]:
+        return [(m, wire.receive(self._groups[m.rank], m.flat)) for m in self._messages(number)]
+
+    def _arriving(self, number: int) -> Iterator[_Message]:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] != number:
+            raise ChannelError(f"bucket {number} was announced, and bucket {ahead[0]} is on its way")
+        for message, work in self._begin(number) if ahead is None else ahead[1]:
             try:
                 work.wait()
             except RuntimeError as error:
                 what = f"{message.flat.numel()} bytes from the trainer's rank {message.rank}"
                 raise ChannelError(f"{what} did not come: {error}") from error
             yield message
+        if number + 1 < len(self._buckets):
+            self._ahead = number + 1, self._begin(number + 1)
 
     def close(self) -> None:
         for group in self._groups:
             group.shutdown()
+        self._ahead = None
         super().close()
 
 
@@ -225,8 +244,8 @@ class ShardedNcclChannel(_MessageChannel):
         )
         self._communicator.join(timeout_seconds)
 
-    def _arriving(self, messages: Sequence[_Message]) -> Iterator[_Message]:
-        if not messages:
+    def _arriving(self, number: int) -> Iterator[_Message]:
+        if not (messages := self._messages(number)):
             return
         try:
             work = self._communicator.exchange((), [(message.flat, message.rank) for message in messages])
@@ -276,7 +295,8 @@ class ShardedIpcChannel(_StoresChannel):
                 'set weights.transport = "gloo"'
             ) from error
 
-    def _pieces(self, number: int, dtypes: Mapping[str, str]) -> Iterator[tuple[Piece, torch.Tensor]]:
+    def _pieces(self, number: int) -> Iterator[tuple[Piece, torch.Tensor]]:
+        dtypes = self._dtypes(number)
         for rank, opened in self._opened.items():
             if not (pieces := self._sends[rank][number]):
                 continue

@@ -5,6 +5,7 @@ Source: https://platform.claude.com/docs/en/api/messages (and messages-streaming
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -42,19 +43,25 @@ class AnthropicApi:
         if not sent:
             raise BadRequest("messages is empty", field="messages")
         system = _system(body.get("system"))
-        messages = [message for i, entry in enumerate(sent) for message in _messages(entry, f"messages[{i}]")]
-        tools = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
+        given = base.items(body.get("tools") or [], "tools")
+        tools = [_tool(entry, f"tools[{i}]") for i, entry in enumerate(given)]
+        # A deferred tool stands where a search has found it, so that what was recorded before stays.
+        texts = {(name := tool["function"]["name"]): json.dumps(tool) if late else name for tool, late in tools}
+        messages = [message for i, entry in enumerate(sent) for message in _messages(entry, f"messages[{i}]", texts)]
+        if messages[0].role == "system":
+            raise BadRequest("messages[0].role is user: `system` has what comes first", field="messages[0].role")
+        shown = [tool for tool, late in tools if not late] if with_tools(body.get("tool_choice")) else []
         thinking = body.get("thinking")
         return Asked(
             model=base.model_name(body),
-            prompt=Conversation(
-                (*system, *messages), tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))
-            ),
+            prompt=Conversation((*system, *messages), tuple(shown)),
             stream=base.flag(body, "stream"),
             max_tokens=base.count(body, "max_tokens"),
             stop=base.stop_texts(body, "stop_sequences"),
             # An agent that has not asked for thinking takes the first block for the answer.
-            reasoning=isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive"),
+            reasoning=isinstance(thinking, dict)
+            and thinking.get("type") in ("enabled", "adaptive")
+            and thinking.get("display") != "omitted",
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -178,18 +185,22 @@ def _system(system: Any) -> tuple[Message, ...]:
     return (Message("system", _texts(system, "system")),)
 
 
-def _messages(entry: Any, field: str) -> Iterator[Message]:
-    """One message of Anthropic's is several where a user's holds tool results: each is a message of the tool's."""
+def _messages(entry: Any, field: str, tools: Mapping[str, str]) -> Iterator[Message]:
+    """One message of Anthropic's is several where a user's holds tool results: each is a message of the tool's.
+    tools: what a reference to each is to the model."""
     sent = base.record(entry, field)
     role, content = base.text(sent.get("role"), f"{field}.role"), sent.get("content")
-    if role not in ("user", "assistant"):
-        raise BadRequest(f"{field}.role is user or assistant, not {role!r}", field=f"{field}.role")
+    if role not in ("user", "assistant", "system"):
+        raise BadRequest(f"{field}.role is user, assistant or system, not {role!r}", field=f"{field}.role")
+    if role == "system":
+        yield Message("system", _texts(content, f"{field}.content"))
+        return
     blocks = content if isinstance(content, list) else [{"type": "text", "text": content}]
     named = [(base.record(block, f"{field}.content[{i}]"), f"{field}.content[{i}]") for i, block in enumerate(blocks)]
-    yield from (_assistant(named),) if role == "assistant" else _user(named)
+    yield from (_assistant(named),) if role == "assistant" else _user(named, tools)
 
 
-def _user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
+def _user(blocks: list[tuple[dict[str, Any], str]], tools: Mapping[str, str]) -> Iterator[Message]:
     parts: list[str | SentPicture] = []
     for block, where in blocks:
         if block.get("type") == "tool_result":
@@ -199,10 +210,10 @@ def _user(blocks: list[tuple[dict[str, Any], str]]) -> Iterator[Message]:
             call_id = base.text(block.get("tool_use_id"), f"{where}.tool_use_id")
             content = block.get("content") or ""
             named = content if isinstance(content, list) else [{"type": "text", "text": content}]
-            result = [_part(base.record(part, where), f"{where}.content[{i}]") for i, part in enumerate(named)]
+            result = [_part(base.record(part, where), f"{where}.content[{i}]", tools) for i, part in enumerate(named)]
             yield replace(_said("tool", result), tool_call_id=call_id)
         else:
-            parts.append(_part(block, where))
+            parts.append(_part(block, where, {}))
     if parts or not blocks:
         yield _said("user", parts)
 
@@ -212,7 +223,9 @@ def _said(role: Literal["user", "tool"], parts: Sequence[str | SentPicture]) -> 
     return Message(role, text, pictures=pictures)
 
 
-def _part(block: dict[str, Any], field: str) -> str | SentPicture:
+def _part(block: dict[str, Any], field: str, tools: Mapping[str, str]) -> str | SentPicture:
+    if block.get("type") == "tool_reference" and (name := str(block.get("tool_name"))) in tools:
+        return f"{tools[name]}\n"
     if block.get("type") != "image":
         return _text(block, field)
     source = base.record(block.get("source"), f"{field}.source")
@@ -258,10 +271,12 @@ def _text(block: dict[str, Any], field: str) -> str:
     return base.text(block.get("text"), f"{field}.text")
 
 
-def _tool(entry: Any, field: str) -> dict[str, Any]:
+def _tool(entry: Any, field: str) -> tuple[dict[str, Any], bool]:
+    """(the tool, whether the model is shown it once a search has found it)."""
     sent = base.record(entry, field)
     if sent.get("type", "custom") != "custom":
         raise BadRequest(f"{field}: {sent['type']!r}: {SERVER_TOOLS}", field=field, code="invalid_tool")
     if "input_schema" not in sent:
         raise BadRequest(f"{field}.input_schema is missing", field=field, code="invalid_tool")
-    return base.function_tool(sent.get("name"), sent.get("description"), sent["input_schema"], field)
+    tool = base.function_tool(sent.get("name"), sent.get("description"), sent["input_schema"], field)
+    return tool, base.flag(sent, "defer_loading")

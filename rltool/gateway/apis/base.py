@@ -12,10 +12,20 @@ from rltool.gateway.sampling import ApiName
 
 
 @dataclass(frozen=True)
+class ToolForm:
+    """name: within its namespace; custom: it is called with a text, not with an object."""
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+
+@dataclass(frozen=True)
 class Asked:
     """A request, read. model: the name that it gives; max_tokens: None where the agent leaves it to us; include_usage:
     a last chunk with token counts (OpenAI); reasoning: whether the reply shows the model's thinking; stop: texts that
-    end it; logprobs: whether the reply has those of its tokens."""
+    end it; logprobs: whether the reply has those of its tokens; forms: of tools that the model knows as functions and
+    the API as something else, by the model's name."""
 
     model: str
     prompt: Conversation | RawPrompt
@@ -25,6 +35,7 @@ class Asked:
     reasoning: bool = True
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    forms: Mapping[str, ToolForm] | None = None
 
 
 @dataclass(frozen=True)

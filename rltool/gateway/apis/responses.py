@@ -12,12 +12,15 @@ from typing import Any
 
 from rltool.chat.conversation import Conversation, Message, Reply, SentPicture, ToolCall, joined
 from rltool.gateway.apis import base, responses_stream
-from rltool.gateway.apis.base import Answer, Asked, Event
+from rltool.gateway.apis.base import Answer, Asked, Event, ToolForm
 from rltool.gateway.apis.chat import ROLES, parse_arguments
 from rltool.gateway.errors import BadRequest, RequestError
 from rltool.gateway.sampling import ApiName, with_tools
 
 TEXT_PARTS = ("input_text", "output_text", "text")
+INPUT = "input"
+TEXT_ALONE = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}
+"""What a custom tool is called with, as a function."""
 
 
 class ResponsesApi:
@@ -31,12 +34,14 @@ class ResponsesApi:
         instructions = body.get("instructions")
         system = (Message("system", base.text(instructions, "instructions")),) if instructions else ()
         messages = (*system, *_input(body.get("input")))
-        tools = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
+        sent = base.items(body.get("tools") or [], "tools") if with_tools(body.get("tool_choice")) else []
+        tools = [tool for i, entry in enumerate(sent) for tool in _tools(entry, f"tools[{i}]")]
         return Asked(
             model=base.model_name(body),
-            prompt=Conversation(messages, tuple(_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools))),
+            prompt=Conversation(messages, tuple(shown for shown, _ in tools)),
             stream=base.flag(body, "stream"),
             max_tokens=base.count(body, "max_output_tokens"),
+            forms={shown["function"]["name"]: form for shown, form in tools if form is not None},
         )
 
     def body(self, answer: Answer) -> dict[str, Any]:
@@ -145,8 +150,16 @@ def message_item(answer: Answer, text: str, before: Sequence[Mapping[str, Any]] 
 
 
 def call_item(answer: Answer, index: int, call: ToolCall) -> dict[str, Any]:
-    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments_json(), "status": "completed"}
-    return {"id": f"fc_{answer.id}_{index}", "type": "function_call", **called}
+    form = (answer.asked.forms or {}).get(call.name) or ToolForm(call.name)
+    called: dict[str, Any] = {"call_id": call.id, "name": form.name, "status": "completed"}
+    if form.namespace:
+        called["namespace"] = form.namespace
+    if form.custom:
+        given = call.arguments.get(INPUT)
+        # What the model called it with otherwise: the tool says what is wrong.
+        own = given if isinstance(given, str) and len(call.arguments) == 1 else call.arguments_json()
+        return {"id": f"ctc_{answer.id}_{index}", "type": "custom_tool_call", **called, "input": own}
+    return {"id": f"fc_{answer.id}_{index}", "type": "function_call", **called, "arguments": call.arguments_json()}
 
 
 def _usage(reply: Reply) -> dict[str, Any]:
@@ -192,14 +205,17 @@ def _item(item: dict[str, Any], field: str) -> Message:
             if role is None or role == "tool":
                 raise BadRequest(f"{field}.role {item['role']!r} is not known", field=f"{field}.role")
             return _message(role, item.get("content"), f"{field}.content")
-        case "function_call":
+        case "function_call" | "custom_tool_call" as kind:
+            name, space = base.text(item.get("name"), f"{field}.name"), item.get("namespace")
             call = ToolCall(
                 id=base.text(item.get("call_id"), f"{field}.call_id"),
-                name=base.text(item.get("name"), f"{field}.name"),
-                arguments=parse_arguments(item.get("arguments"), f"{field}.arguments"),
+                name=_full_name(base.text(space, f"{field}.namespace"), name) if space else name,
+                arguments=parse_arguments(item.get("arguments"), f"{field}.arguments")
+                if kind == "function_call"
+                else {INPUT: base.text(item.get("input"), f"{field}.input")},
             )
             return Message("assistant", "", tool_calls=(call,))
-        case "function_call_output":
+        case "function_call_output" | "custom_tool_call_output":
             call_id = base.text(item.get("call_id"), f"{field}.call_id")
             return replace(_message("tool", item.get("output"), f"{field}.output"), tool_call_id=call_id)
         case "reasoning":
@@ -229,12 +245,45 @@ def _part(part: dict[str, Any], field: str, role: str) -> str | SentPicture:
     return base.text(part.get("text"), f"{field}.text")
 
 
-def _tool(entry: Any, field: str) -> dict[str, Any]:
+Shown = tuple[dict[str, Any], ToolForm | None]
+"""A tool as chat templates take it, and what it is in this API where that is something else."""
+
+
+def _tools(entry: Any, field: str) -> Iterator[Shown]:
+    """Those of a namespace are several, whose names begin with its own. Its description is at the first."""
     sent = base.record(entry, field)
-    if sent.get("type") != "function":
-        raise BadRequest(
-            f"{field}: only tools of type function are served, not {sent.get('type')!r}",
-            field=field,
-            code="invalid_tool",
-        )
-    return base.function_tool(sent.get("name"), sent.get("description"), sent.get("parameters"), field)
+    if sent.get("type") != "namespace":
+        yield _tool(sent, field)
+        return
+    space, about = base.text(sent.get("name"), f"{field}.name"), sent.get("description")
+    for i, inner in enumerate(base.items(sent.get("tools"), f"{field}.tools")):
+        shown, form = _tool(base.record(inner, f"{field}.tools[{i}]"), f"{field}.tools[{i}]")
+        function = shown["function"]
+        if about and i == 0:
+            own = [base.text(about, f"{field}.description"), function.get("description", "")]
+            function["description"] = "\n\n".join(filter(None, own))
+        form = replace(form or ToolForm(function["name"]), namespace=space)
+        function["name"] = _full_name(space, function["name"])
+        yield shown, form
+
+
+def _tool(sent: dict[str, Any], field: str) -> Shown:
+    name, about = sent.get("name"), sent.get("description")
+    if sent.get("defer_loading"):
+        raise BadRequest(f"{field}: deferred tools are not served", field=field, code="invalid_tool")
+    match sent.get("type"):
+        case "function":
+            return base.function_tool(name, about, sent.get("parameters"), field), None
+        case "custom":
+            shown = base.function_tool(name, about, TEXT_ALONE, field)
+            return shown, ToolForm(shown["function"]["name"], custom=True)
+        case kind:
+            raise BadRequest(
+                f"{field}: only tools of type function, custom and namespace are served, not {kind!r}",
+                field=field,
+                code="invalid_tool",
+            )
+
+
+def _full_name(space: str, name: str) -> str:
+    return f"{space}__{name}"

@@ -10,6 +10,11 @@ from typing import Any
 
 TEXTS = {"reasoning": "response.reasoning_text", "message": "response.output_text"}
 """Type of an item -> beginning of the names of its text's events."""
+CALLS = {
+    "function_call": ("arguments", "response.function_call_arguments"),
+    "custom_tool_call": ("input", "response.custom_tool_call_input"),
+}
+"""Type of an item -> the field that it is called with, and the beginning of the names of its events."""
 
 
 class ItemWriter:
@@ -39,10 +44,10 @@ class ItemWriter:
     def call(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from self.close()
         where = {"output_index": len(self.items), "item_id": item["id"]}
-        yield self._added(item | {"status": "in_progress", "arguments": ""})
-        name = "response.function_call_arguments"
-        yield {"type": f"{name}.delta", **where, "delta": item["arguments"]}
-        yield {"type": f"{name}.done", **where, "arguments": item["arguments"], "name": item["name"]}
+        field, name = CALLS[item["type"]]
+        yield self._added(item | {"status": "in_progress", field: ""})
+        yield {"type": f"{name}.delta", **where, "delta": item[field]}
+        yield {"type": f"{name}.done", **where, field: item[field], "name": item["name"]}
         yield self._done(item)
 
     def close(self) -> Iterator[dict[str, Any]]:

@@ -18,7 +18,9 @@ _LABELLED = (
     (re.compile(r"rollout/category/(?P<category>.+)/(?P<name>[^/]+)"), "rollout/category_"),
     (re.compile(r"rollout/(?P<name>zero_std_groups)/(?P<reward>.+)"), "rollout/"),
     (
-        re.compile(r"served/(?P<name>waiting|queued_bytes|models|samples_in_flight|refused_total)/(?P<client>.+)"),
+        re.compile(
+            r"served/(?P<name>waiting|queued_bytes|result_bytes|models|samples_in_flight|refused_total)/(?P<client>.+)"
+        ),
         "served_",
     ),
     (re.compile(r"served/(?P<name>\w+_total)/(?P<kind>\w+)"), "served_"),

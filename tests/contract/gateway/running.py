@@ -41,6 +41,7 @@ class Gateway:
     dialect: str = "vllm"
     plugin: bool = True
     engine_key: Path | None = None
+    max_model_len: int = 4096
 
     def __enter__(self) -> Self:
         key_file = self.directory / "gateway.key"
@@ -48,7 +49,7 @@ class Gateway:
         self._config = GatewayConfig(**self.options)
         self._parts = Parts(
             served_name="policy",
-            max_model_len=4096,
+            max_model_len=self.max_model_len,
             tokenizer=self.tokenizer,
             endpoints=tuple(
                 EngineEndpoint(url=e.url, dialect=self.dialect, plugin=self.plugin, key_file=self.engine_key)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,11 @@ import pytest
 
 from rltool.agents.recorded import count_turns, samples_of
 from rltool.rollout.sample import Sample
-from tests.e2e.engines import clients_python
+from tests import npm_programs
+from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.gateway.running import Gateway
+from tests.e2e.engines import clients_python, programs
+from tests.gateway_models import Words
 
 PROGRAMS = Path(__file__).parents[2] / "client_programs.py"
 SECONDS = 180.0
@@ -86,3 +92,57 @@ def test_a_released_client_plays_its_episode_in_few_rows_and_each_sampled_token_
     # What the engine read last is what is trained as context, token by token.
     assert engine.asked()[-1] == (samples[-1].prompt_ids + samples[-1].response_ids)[: len(engine.asked()[-1])]
     assert not any(turn["not_followed"] for turn in record["turns"])
+
+
+CONTEXT = 200_000
+"""Bytes of a program's prompt are tokens here."""
+
+
+class Talking(ScriptedVllm):
+    """What it says depends on what it reads: programs ask beside their task, and by several agents at once."""
+
+    def __init__(self, words: Words) -> None:
+        super().__init__(vocab_size=words.size, default=[])
+        self.max_model_len = CONTEXT
+        self.words, self.name, self.work, self.said = words, "", Path(), list[list[int]]()
+
+    def _plan(self, index: int, ids: list[int], sampling: dict[str, Any], limit: int) -> list[int]:
+        answer = npm_programs.answer(self.name, self.work, self.words.text(ids))
+        self.said.append(self.words.spell(answer))
+        return self.said[-1][:limit]
+
+
+@pytest.fixture
+def talking(words) -> Iterator[Talking]:
+    with Talking(words) as server:
+        yield server
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "lineages"), [("claude", [7, 2]), ("codex", [7, 2]), ("opencode", [7, 2, 1])])
+def test_a_program_plays_a_task_in_one_row_of_each_of_its_agents_and_each_sampled_token_is_trained_once(
+    name, lineages, talking, tokenizer_dir, tmp_path
+):
+    """lineages: turns of the task, of a sub-agent, of a title."""
+    place = npm_programs.Place(tmp_path / "program")
+    talking.name, talking.work = name, place.work
+    options = {"max_session_tokens": 10 * CONTEXT}
+    with Gateway(tmp_path, tokenizer_dir, [talking], options=options, max_model_len=CONTEXT) as gateway:
+        session = gateway.open()
+        played = npm_programs.play(programs(), name, session, place)
+        record = gateway.record(session)
+    assert npm_programs.LAST in played.said and (place.work / "sum.txt").read_text() == "5\n"
+    assert played.elsewhere == []
+    turns, trajectories = record["turns"], record["trajectories"]
+    assert sorted(Counter(turn["trajectory"] for turn in turns).values()) == sorted(lineages)
+    assert not any(turn["not_followed"] or turn["left_out"] for turn in turns)
+    # Each prompt that the engine has read is the beginning of its trajectory, and what it has said follows.
+    prompts = [trajectories[turn["trajectory"]]["token_ids"][: turn["start"]] for turn in turns]
+    said = [trajectories[turn["trajectory"]]["token_ids"][turn["start"] : turn["end"]] for turn in turns]
+    assert sorted(talking.asked()) == sorted(prompts) and sorted(talking.said) == sorted(said)
+    counted = count_turns(record, 1.0)
+    samples = samples_of(record, Sample(0, 0, 0, [1]), result=1.0, max_tokens=CONTEXT, counted=counted)
+    assert len(samples) == len(lineages) and not counted.left_out
+    trained = [t for s in samples for t, m in zip(s.response_ids, s.response_mask, strict=True) if m]
+    assert Counter(trained) == Counter(token for ids in talking.said for token in ids)

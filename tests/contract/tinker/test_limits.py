@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
+import rltool.tinker.service as service_module
 from rltool.config.serve_trainer import ServeTrainerConfig
 from rltool.errors import UsageError
 from rltool.tinker.limits import Refused, size_of
@@ -251,3 +252,24 @@ def test_ranks_that_the_server_does_not_train_are_refused_and_another_kind_of_mo
     what = "an adapter" if most else "all weights"
     with pytest.raises(UsageError, match=f"trains {what}, and --lora-rank is"):
         make(tmp_path, rank=0 if most else 8)
+
+
+def test_of_results_that_nobody_fetches_the_newest_are_kept_and_an_older_one_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(service_module, "RESULTS", 1)
+
+    async def case(service: Service) -> None:
+        model = await made(service, "a")
+        calls = [await forward(service, "a", model, 1)]
+        for seq in range(2, 7):
+            await is_done(service, calls[-1])
+            calls.append(await forward(service, "a", model, seq))
+        await is_done(service, calls[-1])
+        assert "proto" in (await service.result("a", calls[-1].number, 0) or {})
+        text = "is kept no more: it was fetched long ago, or 3 newer ones of this client came before it was"
+        with pytest.raises(Refused, match=text) as error:
+            await service.result("a", calls[0].number, 0)
+        assert error.value.status == 404
+        assert 0 < service.kept.bytes["a"] < 6 * size_of(await service.result("a", calls[-1].number, 0) or {})
+
+    service, _ = make(tmp_path, snapshot_every=1, in_flight=3)
+    asyncio.run(running_on(service, case(service)))

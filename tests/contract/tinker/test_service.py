@@ -982,7 +982,9 @@ def test_status_metrics_and_top_count_calls_models_and_samples_and_want_the_runs
     rows = [re.split(r"\s*[│┃]\s*", line.strip("│┃ ")) for line in capsys.readouterr().out.splitlines()]
     shown = {row[0]: row[1:] for row in rows}
     assert shown["optim_step"][:2] == ["1", "1"] and shown["forward_backward"][3] == "3"
-    assert shown["a"] == ["1", "0", "0", "0"] and ["served trainer lab: waits for calls"] in rows
+    kept = status["result_bytes"]["a"]
+    assert kept > 0 and f'rltool_served_result_bytes{{run="lab",client="a"}} {kept}' in metrics
+    assert shown["a"] == ["1", "0", "0", "0", str(kept)] and ["served trainer lab: waits for calls"] in rows
 
 
 class Engines:

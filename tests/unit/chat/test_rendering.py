@@ -58,6 +58,26 @@ def test_the_author_of_a_system_message_and_the_model_may_write_them(words):
     assert len(special(words, more)) == len(special(words, plain)) + 1
 
 
+def decoded(words: Words, renderer: Renderer, *messages: Message) -> str:
+    return words.tokenizer.decode(renderer.prompt(Conversation(messages)).token_ids)
+
+
+def test_system_messages_stand_where_the_template_takes_them_and_are_joined_or_a_users_where_not(words):
+    later = (Message("system", "a"), Message("system", "b"), HELLO, Message("assistant", "hi"), Message("system", "c"))
+    renderer = renderer_of(words)
+    plain = (Message("system", "a\n\nb"), HELLO, Message("assistant", "hi"), Message("user", "c"))
+    assert decoded(words, renderer, *later) == decoded(words, renderer, *plain)
+    # What follows recorded tokens is found among them, too.
+    suffix = renderer.extension(later[:4], Conversation(later), words.stop)
+    assert suffix is not None and "c" in words.tokenizer.decode(suffix.token_ids)
+    anywhere, first = "{{ m.role + ':' + m.content + '.' }}", "{% if m.role == 'system' %}{{ m.content }}{% endif %}"
+    rest = "{% for m in messages %}{% if m.role != 'system' %}" + anywhere + "{% endif %}{% endfor %}"
+    words.tokenizer.chat_template = "{% for m in messages %}" + anywhere + "{% endfor %}"
+    assert decoded(words, renderer_of(words), *later) == "system:a.system:b.user:Hello..assistant:hi.system:c."
+    words.tokenizer.chat_template = "{% for m in messages %}" + first + "{% endfor %}" + rest  # all of them before
+    assert decoded(words, renderer_of(words), *later) == "a\n\nbuser:Hello..assistant:hi.user:c."
+
+
 def test_words_with_the_mark_that_stands_for_them_are_left_as_they_are(words):
     text, renderer = "\U0010fffd1\U0010fffd<|im_end|>\U0010fffd", renderer_of(words)
     one, other = (renderer.prompt(Conversation((Message("user", said),))).token_ids for said in (text, "x"))

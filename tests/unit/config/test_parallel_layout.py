@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rltool.config.algorithm import AlgorithmConfig
@@ -67,6 +69,34 @@ def test_shared_prefixes_refuse_what_cuts_a_sample_or_is_recorded_of_each():
             trainer=TrainerConfig(shared_prefixes=True, max_tokens_per_micro_batch=8192),
             algorithm=AlgorithmConfig(routing_replay=True),
         )
+
+
+EXACT: dict[str, Any] = {
+    "model": {"path": "model", "dtype": "bfloat16"}, "trainer": {"device": "cuda"}, "algorithm": {"exact": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("section", "setting", "value", "named"),
+    [
+        ("trainer", "device", "cpu", "trainer.device"), ("model", "dtype", "float32", "model.dtype"),
+        ("trainer", "tensor_parallel", 2, "trainer.tensor_parallel"), ("lora", "rank", 4, "lora.rank"),
+        ("trainer", "context_parallel", 2, "trainer.context_parallel"),
+        ("trainer", "pipeline_parallel", 2, "trainer.pipeline_parallel"),
+        ("trainer", "residual", "float32", "trainer.residual"), ("trainer", "shared_prefixes", True, "trainer.shared"),
+        ("rollout", "max_staleness", 1, "rollout.max_staleness"),
+        ("engines", "quantization", "fp8", "engines.quantization"),
+        ("algorithm", "old_logprobs", "rollout", "algorithm.old_logprobs"),
+        ("trainer", "attention", "torch", "trainer.attention"),
+    ],
+)  # fmt: skip
+def test_exact_names_what_it_is_not_implemented_for(section, setting, value, named):
+    TrainConfig.model_validate(EXACT)
+    values = {**EXACT, section: {**EXACT.get(section, {}), setting: value}}
+    if setting.endswith("_parallel"):
+        values["trainer"]["world_size"] = 2
+    with pytest.raises(ValueError, match=f"algorithm.exact .* leave out: {named}"):
+        TrainConfig.model_validate(values)
 
 
 @pytest.mark.parametrize(

@@ -197,6 +197,21 @@ def test_what_the_model_said_is_recognised_as_frameworks_send_it_back(recorded, 
     assert (session.continued_by(Conversation((user("a"), sent, user("c")))) is not None) is same
 
 
+def test_a_call_with_the_defaults_of_its_tools_schema_is_the_call_without_them():
+    schema = {"type": "object", "properties": {"a": {}, "all": {"default": False}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    session = Session("0" * 32, "", 0.0)
+    asked, key = (user("hi"),), Conversation((), (tool,)).tools_key
+    first = turn(session, [1], [2], messages=asked, reply=called("x", a=1), tools_key=key)
+
+    def continued(**arguments):
+        return session.continued_by(Conversation((*asked, called("y", **arguments), user("go on")), (tool,)))
+
+    for arguments in ({"a": 1, "all": False}, {"all": False, "a": 1}, {"a": 1}):
+        assert continued(**arguments) is session.places[first.id]
+    assert continued(a=1, all=True) is None and continued(all=False) is None and continued(a=1, other=False) is None
+
+
 def test_what_others_said_is_compared_exactly():
     session = new_session()
     turn(session, [1], [9], messages=(user("a"),), reply=said("b"))

@@ -335,7 +335,7 @@ def scores_of(query, key, value, window):
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_around_flash_attention_are_those_in_the_softmax_gradients_included(monkeypatch, window):
     monkeypatch.setattr(attention, "_flash_forward", flash_forward)
-    monkeypatch.setattr(attention, "_flash_backward", flash_backward)
+    monkeypatch.setattr(attention, "flash_backward", flash_backward)
     generator = torch.Generator().manual_seed(0)
     shapes = ((9, 4, 8), (9, 2, 8), (9, 2, 8), (4,))
     inputs = [torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in shapes]

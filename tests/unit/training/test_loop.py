@@ -244,6 +244,17 @@ def test_a_difference_above_the_limit_stops_before_the_step_and_saves_the_state_
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 
 
+def test_with_exact_one_bit_of_difference_stops_before_the_step(tmp_path):
+    exact = {"algorithm": {"exact": True}, "model": {"path": "model", "dtype": "bfloat16"}}
+    world = World()
+    Run(tmp_path, world, steps=2, **exact).loop.run()
+    world.trainer_logprob = -1.0 + 2**-23
+    run = Run(tmp_path, world, steps=2, **exact)
+    with pytest.raises(TrainingStopped, match=r"algorithm.exact: (\d+) of \1 log-probabilities are not .* 1.19e-07"):
+        run.loop.run()
+    assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
+
+
 def test_a_replay_measures_the_logprob_difference_and_goes_on(tmp_path):
     world = World()
     world.trainer_logprob = -3.0

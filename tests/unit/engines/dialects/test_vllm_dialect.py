@@ -8,6 +8,7 @@ import pytest
 
 from rltool.config.serve import EngineLaunch
 from rltool.engines.dialects.vllm import MAX_N_PER_REQUEST, VllmDialect
+from rltool.engines.dialects.vllm_launch import VllmLaunching
 from rltool.engines.types import Drafts, EngineLoad, GenerateRequest, SamplingParams, VersionSpan
 from rltool.errors import EngineError, MissingLogprobs, UsageError
 
@@ -342,3 +343,29 @@ def test_a_gpu_engine_computes_logits_in_fp32_unless_the_checkpoint_is_quantized
     assert "--hf-overrides" in DIALECT.argv(on_gpu)
     (tmp_path / "hf_quant_config.json").touch()
     assert "--hf-overrides" not in DIALECT.argv(on_gpu)
+
+
+def test_an_exact_engine_runs_batch_invariant_kernels_and_no_others(tmp_path):
+    """Its head stays in the model's dtype, and nothing is fused."""
+    exact = launch(exact=True, device="cuda", gpus=(0,))
+    argv = DIALECT.argv(exact)
+    assert DIALECT.environment(exact)["VLLM_BATCH_INVARIANT"] == "1"
+    assert json.loads(flag(argv, "--compilation-config")) == {"mode": 0, "cudagraph_mode": "FULL"}
+    assert "head_dtype" not in " ".join(argv)
+    usual = exact.model_copy(update={"exact": False})
+    assert "VLLM_BATCH_INVARIANT" not in DIALECT.environment(usual)
+    assert "--compilation-config" not in DIALECT.argv(usual) and "head_dtype" in " ".join(DIALECT.argv(usual))
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "why"),
+    [
+        ({"head_dim": 128}, "cuda", None), ({"hidden_size": 1536, "num_attention_heads": 12}, "cuda", None),
+        ({"head_dim": 128}, "cpu", "are for GPUs"), ({"head_dim": 64}, "cuda", "another size than 128"),
+        ({"hidden_size": 896, "num_attention_heads": 14}, "cuda", "another size than 128"),
+    ],
+)  # fmt: skip
+def test_it_is_exact_on_gpus_in_heads_of_128(tmp_path, config, device, why):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = VllmLaunching().not_exact(device, tmp_path)
+    assert found is None if why is None else why in (found or "")

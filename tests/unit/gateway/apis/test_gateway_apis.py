@@ -122,6 +122,63 @@ def test_images_are_the_same_messages_in_all_three_apis():
     ]
 
 
+SPACE = {
+    "type": "namespace", "name": "agents", "description": "Sub-agents.",
+    "tools": [{"type": "function", "name": name, "description": "Does."} for name in ("spawn", "wait")],
+}  # fmt: skip
+PATCH = {"type": "custom", "name": "patch", "description": "Patches.", "format": {"type": "text"}}
+
+
+def test_tools_of_a_namespace_and_tools_of_a_text_are_functions_to_the_model_and_themselves_to_the_agent():
+    asked = responses(tools=[SPACE, PATCH, {"type": "function", "name": "add"}])
+    shown = [tool["function"] for tool in asked.prompt.tools]
+    assert [one["name"] for one in shown] == ["agents__spawn", "agents__wait", "patch", "add"]
+    assert [one.get("description") for one in shown] == ["Sub-agents.\n\nDoes.", "Does.", "Patches.", None]
+    assert shown[2]["parameters"]["properties"] == {"input": {"type": "string"}}
+    calls = (
+        ToolCall("call_0", "agents__wait", {"a": 1}), ToolCall("call_1", "patch", {"input": "+1"}),
+        ToolCall("call_2", "patch", {"text": "+1"}), ToolCall("call_3", "add", {}),
+    )  # fmt: skip
+    items = ResponsesApi().body(answer(asked, calls=calls))["output"]
+    assert [(i["type"], i["name"], i.get("namespace"), i.get("arguments"), i.get("input")) for i in items] == [
+        ("function_call", "wait", "agents", '{"a": 1}', None),
+        ("custom_tool_call", "patch", None, None, "+1"),
+        ("custom_tool_call", "patch", None, None, '{"text": "+1"}'),
+        ("function_call", "add", None, "{}", None),
+    ]
+    outputs = [{"type": "custom_tool_call_output", "call_id": "call_1", "output": "done"}]
+    [said, tool] = responses(input=[items[0], items[1], items[3], *outputs]).prompt.messages
+    assert said.tool_calls == (calls[0], calls[1], calls[3])
+    assert tool == Message("tool", "done", tool_call_id="call_1")
+    events = [event for _, event in ResponsesApi().stream().end(answer(asked, calls=calls[1:2]))]
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "output_item.added", "custom_tool_call_input.delta", "custom_tool_call_input.done", "output_item.done",
+        "completed",
+    ]  # fmt: skip
+    assert (events[1]["delta"], events[2]["input"], events[0]["item"]["input"]) == ("+1", "+1", "")
+
+
+FOUND = {"type": "tool_result", "tool_use_id": "a", "content": [{"type": "tool_reference", "tool_name": "late"}]}
+LATE = {"name": "late", "input_schema": {}, "defer_loading": True}
+
+
+def test_a_deferred_tool_is_shown_where_a_search_has_found_it_and_not_before_the_conversation():
+    own = {"name": "find", "input_schema": {}}
+    before, after = (
+        anthropic(tools=[own, *more], messages=[{"role": "user", "content": [FOUND] if more[1:] else "hi"}]).prompt
+        for more in ([LATE | {"name": "other"}], [LATE, LATE | {"name": "other"}])
+    )
+    assert before.tools_key == after.tools_key and [t["function"]["name"] for t in after.tools] == ["find"]
+    assert '"name": "late"' in after.messages[0].text and "other" not in after.messages[0].text
+    with pytest.raises(BadRequest, match="tool_reference"):
+        anthropic(tools=[own], messages=[{"role": "user", "content": [FOUND]}])
+
+
+def test_a_system_message_of_anthropics_may_stand_behind_others():
+    sent = [{"role": "user", "content": "hi"}, {"role": "system", "content": [{"type": "text", "text": "be brief"}]}]
+    assert anthropic(messages=sent).prompt.messages == (Message("user", "hi"), Message("system", "be brief"))
+
+
 def image(url, **more):
     return {"type": "image_url", "image_url": {"url": url, **more}}
 
@@ -186,6 +243,8 @@ def test_what_is_no_picture_of_an_agent_s_own_is_refused_by_name(ask, said, fiel
         lambda: responses(include=["message.output_text.logprobs"]),
         lambda: responses(input=[{"type": "computer_call"}]),
         lambda: responses(tools=[{"type": "web_search"}]),
+        lambda: responses(tools=[{"type": "function", "name": "x", "defer_loading": True}]),
+        lambda: responses(tools=[{"type": "namespace", "name": "x", "tools": [{"type": "local_shell"}]}]),
         lambda: CompletionsApi().parse({"model": "policy", "prompt": ["a", "b"]}),
         lambda: CompletionsApi().parse({"model": "policy", "prompt": []}),
         lambda: CompletionsApi().parse({"model": "policy", "prompt": [True]}),
@@ -217,6 +276,8 @@ def test_finish_reasons():
 def test_thinking_is_shown_to_an_anthropic_agent_that_asked_for_it_alone():
     shown = answer(anthropic(thinking={"type": "enabled", "budget_tokens": 2000}), text="two", reasoning="hm")
     hidden = answer(anthropic(), text="two", reasoning="hm")
+    omitted = answer(anthropic(thinking={"type": "adaptive", "display": "omitted"}), text="two", reasoning="hm")
+    assert [block["type"] for block in AnthropicApi().body(omitted)["content"]] == ["text"]
     assert [block["type"] for block in AnthropicApi().body(shown)["content"]] == ["thinking", "text"]
     assert [block["type"] for block in AnthropicApi().body(hidden)["content"]] == ["text"]
 
@@ -238,6 +299,34 @@ def followed(body, on_sampling="override"):
 def test_a_request_for_the_runs_own_sampling_is_followed():
     plain = {"model": "m", "temperature": 0.7, "top_p": 1, "n": 1, "presence_penalty": 0.0, "tool_choice": "auto"}
     assert followed(plain | {"logit_bias": {}, "stop": None, "response_format": {"type": "text"}}) == ()
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("anthropic", {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}),
+        ("anthropic", {"output_config": {"effort": "high"}, "metadata": {"user_id": "x"}}),
+        ("responses", {"reasoning": {"summary": "auto", "effort": None}, "client_metadata": {"turn": "x"}}),
+        ("responses", {"tools": [PATCH, SPACE]}),
+    ],
+)
+def test_what_programs_send_with_every_request_and_asks_for_nothing_is_followed(api, body):
+    assert not_followed(api, body, sampling=SAMPLING, on_sampling="refuse") == ()
+
+
+@pytest.mark.parametrize(
+    ("api", "body"),
+    [
+        ("anthropic", {"output_config": {"effort": "low"}}),
+        ("responses", {"reasoning": {"summary": "auto", "effort": "low"}}),
+        ("responses", {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": "x"}}]}),
+    ],
+)
+def test_what_they_may_ask_for_is_named_or_refused(api, body):
+    [field] = body
+    assert not_followed(api, body, sampling=SAMPLING, on_sampling="override") == (field,)
+    with pytest.raises(BadRequest, match=field):
+        not_followed(api, body, sampling=SAMPLING, on_sampling="refuse")
 
 
 @pytest.mark.parametrize(
@@ -269,6 +358,7 @@ def test_what_would_change_the_distribution_is_named_or_refused(field, value):
         ("completions", "logprobs", 1, "chat has them"),
         ("responses", "text", {"format": {"type": "json_schema"}}, "structured output changes the distribution"),
         ("responses", "previous_response_id", "resp_1", "send the whole input"),
+        ("anthropic", "context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "served whole"),
         ("anthropic", "output_format", {"type": "json_schema"}, "structured output changes the distribution"),
     ],
 )

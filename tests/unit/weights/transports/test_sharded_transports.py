@@ -15,7 +15,7 @@ import torch
 from rltool.config.parallel import ParallelLayout
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.plugin.channels import ChannelError
-from rltool.engines.plugin.sharded import Info, ShardedChannel, ShardedIpcChannel, open_shards
+from rltool.engines.plugin.sharded import Info, ShardedChannel, ShardedGlooChannel, ShardedIpcChannel, open_shards
 from rltool.engines.transfer import ipc, shards
 from rltool.engines.transfer.shards import Box
 from rltool.engines.transfer.wire import bucket_bytes
@@ -223,6 +223,27 @@ def test_an_abort_frees_a_rank_that_waits_for_the_workers(sync, backend):
         sender.abort([URL], "the engine died")
     assert [each.result(SECONDS).failures for each in sending] == [{URL: "the engine died"}] * 2
     assert all(sender.ready(URL, "v", 0, SECONDS) == "the engine died" for sender in to.senders)
+
+
+def test_over_gloo_the_next_bucket_comes_while_one_is_loaded_and_no_other_is_taken_for_it(sync):
+    to = sync("gloo-sharded", "tp 2 to tp 1")
+    to.connect()
+    [channel] = to.channels
+    assert isinstance(channel, ShardedGlooChannel)
+    weights = to.weights(0)
+    sending = [to.pool.submit(to.send, rank, weights, f"{'a' * 32}:0:0") for rank in range(2)]
+    to.take(to.buckets[0], weights, None)
+    assert channel._ahead is not None
+    number, coming = channel._ahead
+    for _, work in coming:
+        work.wait()
+    assert number == 1 and len(coming) == 2
+    with pytest.raises(ChannelError, match="bucket 2 was announced, and bucket 1 is on its way") as raised:
+        channel.receive_boxes(to.buckets[2])
+    assert raised.value.broken
+    for sender in to.senders:
+        sender.abort([URL], "the engine failed")
+    assert [each.result(SECONDS).failures for each in sending] == [{URL: "the engine failed"}] * 2
 
 
 def test_what_was_written_has_an_index_and_old_versions_go(sync, tmp_path):
