@@ -6,6 +6,7 @@ a: `rltool train`, its rank and its own Ray; b: sglang-router; c, d: vLLM, whose
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import subprocess
 import time
@@ -138,8 +139,8 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iter
     job = write_job(tmp_path_factory.mktemp("engines") / "job", tiny_tied_dir, None)
     key = secrets.token_hex(16)
     write_key(job.root, key)
-    # As Debian writes it: a host's own name is an address that nobody else reaches.
-    names = {"c": {"c": "127.0.1.1"}}
+    # As Debian writes it on c: a host's own name is an address that nobody else reaches. There "trainer" is another.
+    names = {"a": {"trainer": "10.77.0.1"}, "c": {"c": "127.0.1.1", "trainer": "10.77.0.99"}}
     clocks = {"c": -3600, "d": 3600}
     with Hosts(4, shared=[job.root, tiny_tied_dir], names=names, clocks=clocks) as hosts:
         _, b, c, d = hosts
@@ -218,6 +219,25 @@ def test_a_firewall_before_an_engine_is_named_from_where_to_where(world: World):
     said = world.train("walled", 1, sets=["deadlines.preflight=5"], code=2)
     assert time.monotonic() - began < 60
     assert f"http://{c.address}:{ENGINE_PORT}: " in said and "no answer within 5 s" in said and "host a through" in said
+
+
+def test_a_firewall_before_the_trainer_is_named_from_where_to_where(world: World):
+    a, _, c, _ = world.hosts
+    ports = (29555, 29556)  # one for each engine, whichever that is
+    for port in ports:
+        world.hosts.block(a, port, source=c)
+    with world.training("one-way", sets=[f"weights.port_range={[*ports]}"]) as run:
+        log = (world.job.runs / "one-way/logs/latest/rollout_manager.log").read_text()
+        found = re.search(r"host c does not reach the trainer at (\S+), port (\d+) \(timed out\): a firewall", log)
+        assert found is not None and found[1] == a.address and int(found[2]) in ports
+        assert run.states()["d"] in ("ready", "paused") and run.states()["c"] not in ("ready", "paused")
+        world.hosts.heal()
+        run.until(run.both_serve)
+
+
+def test_a_name_of_the_trainer_that_engines_resolve_otherwise_is_named_with_both_ends(world: World):
+    said = world.train("misnamed", 1, sets=["weights.advertise_host=trainer", "deadlines.engines=20"], code=1)
+    assert "host c does not reach the trainer at trainer" in said and "weights.advertise_host" in said
 
 
 def test_an_engine_is_named_by_a_name_that_means_another_address_on_its_own_host(world: World):
