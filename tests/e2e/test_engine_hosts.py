@@ -269,20 +269,3 @@ def test_a_lease_lasts_as_long_as_it_says_though_clocks_differ_by_hours(world: W
 def test_an_engine_is_named_by_a_name_that_means_another_address_on_its_own_host(world: World):
     said = world.train("named", 1, at=[f"c:{ENGINE_PORT}"])
     assert "engines agree with the trainer within" in said
-
-
-def test_a_run_whose_engine_has_ipv6_alone(world: World):
-    """Requests, weights and the value check; its host's IPv4 address is taken away before."""
-    *_, d = world.hosts
-    engine = world.serve(d, at=d.address6, run="six", port=ENGINE_PORT + 1).wait()
-    assert engine.address == f"[{d.address6}]:{ENGINE_PORT + 1}"
-    address = ["ip", "address", "del", f"{d.address}/24", "dev", "eth0"]
-    d.run(address)
-    try:
-        said = world.train("six", 2, at=[engine.address])
-        assert "engines agree with the trainer within" in said and len(metrics(world.job.runs, "six")) == 2
-        log = (world.job.runs / "six/logs/latest/rollout_manager.log").read_text()
-        assert "Traceback" not in log, log[-4000:]
-    finally:
-        d.run([*address[:2], "add", *address[3:]])
-        d.run(rltool("stop", "--run", "six"), env={"RLTOOL_RUNS": str(d.here / "runs")}, code=None)
