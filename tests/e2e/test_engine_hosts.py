@@ -159,9 +159,11 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def healthy(world: World) -> Iterator[None]:
+def healthy(request: pytest.FixtureRequest) -> Iterator[None]:
+    world = request.getfixturevalue("world") if "world" in request.fixturenames else None
     yield
-    world.hosts.heal()
+    if world is not None:
+        world.hosts.heal()
 
 
 def test_a_router_that_does_not_reach_one_engine_for_a_minute_delays_a_run_and_no_more(world: World):
@@ -269,3 +271,18 @@ def test_a_lease_lasts_as_long_as_it_says_though_clocks_differ_by_hours(world: W
 def test_an_engine_is_named_by_a_name_that_means_another_address_on_its_own_host(world: World):
     said = world.train("named", 1, at=[f"c:{ENGINE_PORT}"])
     assert "engines agree with the trainer within" in said
+
+
+def test_a_run_whose_engine_has_ipv6_alone(tmp_path: Path, tiny_tied_dir: Path):
+    """Requests, weights and the value check; the IPv4 address of its host is taken away before."""
+    require()
+    job, key = write_job(tmp_path / "job", tiny_tied_dir, None), secrets.token_hex(16)
+    write_key(job.root, key)
+    with Hosts(2, shared=[job.root, tiny_tied_dir]) as hosts:
+        _, b = hosts
+        there = World(hosts, tiny_tied_dir, job, key, [])
+        engine = there.serve(b, at=b.address6).wait()
+        assert engine.address == f"[{b.address6}]:{ENGINE_PORT}"
+        b.run(["ip", "address", "del", f"{b.address}/24", "dev", "eth0"])
+        said = there.train("six", 2, at=[engine.address])
+        assert "engines agree with the trainer within" in said and len(metrics(job.runs, "six")) == 2
