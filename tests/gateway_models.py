@@ -40,6 +40,7 @@ TEMPLATE = """
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif m.role == 'tool' %}
+        {%- if loop.first %}{{ raise_exception('a tool answers a call') }}{% endif %}
         {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}
@@ -106,29 +107,32 @@ def write_gateway_tokenizer(directory: Path) -> Path:
     return directory
 
 
-def write_gateway_model(directory: Path, *, seed: int = 0) -> Path:
-    """A tiny Qwen2 with random weights (fp32) and this tokenizer."""
+def write_gateway_model(directory: Path, *, seed: int = 0, window: int | None = None) -> Path:
+    """A tiny Qwen2 with random weights (fp32) and this tokenizer; with a window, a Mistral whose layers see so far
+    back, for long prompts."""
     import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig, Qwen2Config
 
     tokenizer = gateway_tokenizer()
-    config = Qwen2Config(
+    make, more = (Qwen2Config, {}) if window is None else (MistralConfig, {"sliding_window": window})
+    config = make(
         vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=2048,
+        max_position_embeddings=2048 if window is None else 16_384,
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=0,
         dtype="float32",
+        **more,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=0)
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -239,3 +239,27 @@ def answer(name: str, work: Path, text: str) -> str:
     mine = SUB_REPLIES[name] if SUB_TASK in asked and TASK not in asked else replies(name, work)
     said = mine[min(spoken, len(mine) - 1)]
     return said if isinstance(said, str) else said(text)
+
+
+PLAIN = "You write files."
+SHELLS = {"claude": ("Bash", "command"), "codex": ("exec_command", "cmd"), "opencode": ("bash", "command")}
+
+
+def plain(name: str, root: Path) -> tuple[list[str], dict[str, str]]:
+    """Options and variables with which a program has a shell, a short system prompt, and nothing beside."""
+    if name == "claude":
+        return ["--system-prompt", PLAIN, "--tools", "Bash"], {}
+    if name == "codex":
+        said = root / "instructions.md"
+        said.write_text(PLAIN)
+        settings = [f'model_instructions_file="{said}"', "features.multi_agent=false", "features.goals=false"]
+        left_out = [f"include_{what}=false" for what in ("permissions_instructions", "environment_context")]
+        return [word for setting in (*settings, *left_out) for word in ("-c", setting)], {}
+    agents = {"build": {"prompt": PLAIN, "tools": {"*": False, "bash": True}}, "title": {"disable": True}}
+    return [], {"OPENCODE_CONFIG_CONTENT": json.dumps({"agent": agents})}
+
+
+def plain_replies(name: str) -> list[str]:
+    tool, field = SHELLS[name]
+    more = {} if name == "codex" else {"description": "Writes"}
+    return [call(tool, **{field: "echo 5 > sum.txt"}, **more), LAST]

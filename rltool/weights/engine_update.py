@@ -175,6 +175,7 @@ class EngineUpdate:
         self.plan.connections.lost(self.url)
         if self.is_paused:
             self._fleet.update_failed(self.url, reason)
+        self._fleet.not_reached(self.url, reason)
         if is_slow:
             self._fleet.put_off(self.url, PUT_OFF * took)
         if self.is_silent:

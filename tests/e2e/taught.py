@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tests.gateway_models import write_gateway_model
 
@@ -48,3 +50,36 @@ def taught(model_dir: Path) -> Path:
     assert loss.item() < 0.05, loss
     model.save_pretrained(model_dir)
     return model_dir
+
+
+def taught_records(model_dir: Path, records: Sequence[Mapping[str, Any]], *, context: int) -> None:
+    """Teach the model in `model_dir` by heart what was sampled in these sessions, each turn behind the last `context`
+    tokens before it, all that a model with a window sees."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    rows = []
+    for record in records:
+        for turn in record["turns"]:
+            start, end = turn["start"], turn["end"]
+            ids = torch.tensor([record["trajectories"][turn["trajectory"]]["token_ids"][max(0, start - context) : end]])
+            labels = ids.clone()
+            labels[:, : start - end] = -100
+            rows.append((ids, labels))
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    threads, losses = torch.get_num_threads(), [1.0]
+    torch.set_num_threads(1)
+    for _ in range(400):
+        losses = []
+        for ids, labels in rows:
+            loss = model(ids, labels=labels).loss
+            loss.backward()
+            losses.append(loss.item())
+        if max(losses) < 0.002:
+            break
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.set_num_threads(threads)
+    assert max(losses) < 0.02, losses
+    model.save_pretrained(model_dir)

@@ -69,7 +69,6 @@ def test_adapters_are_timed_from_publishing_to_the_first_token_in_parts():
             assert abs(line["publish"] + line["first_token"] - line["publish_to_first_token"]) < 0.001, "rounded"
             assert 0 <= line["http"] < line["first_token"]
             assert line["queued"] + line["prefill"] <= line["engine_first_token"] + 0.001
-    assert lines[-1]["adapters_differ"] and lines[-1]["same_tensors_the_same"]
 
 
 def test_the_generation_path_is_compared_with_a_bare_client(tmp_path: Path):

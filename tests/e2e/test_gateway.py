@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,9 +16,12 @@ import openai
 import pytest
 import requests
 
-from tests.e2e.engines import start_vllm, wait_ready
-from tests.e2e.taught import CALL, QUESTION, TOOL, taught
-from tests.gateway_models import Words, gateway_tokenizer
+from tests import npm_programs
+from tests.contract.fakes.scripted import ScriptedVllm
+from tests.contract.gateway.running import Gateway
+from tests.e2e.engines import programs, serving_vllm, start_vllm, wait_ready
+from tests.e2e.taught import CALL, QUESTION, TOOL, taught, taught_records
+from tests.gateway_models import Words, gateway_tokenizer, write_gateway_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -88,10 +92,10 @@ def two_turns(gateway: str, key: str):
 def largest_difference(model_dir: Path, trajectory) -> float:
     """Of a recorded log-probability and the model's own, in fp32."""
     import torch
-    from transformers import Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM
 
     ids, mask = torch.tensor([trajectory["token_ids"]]), trajectory["loss_mask"]
-    model = Qwen2ForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.no_grad():
         logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
     return max(abs(logprobs[i - 1].item() - trajectory["logprobs"][i]) for i, loss in enumerate(mask) if loss)
@@ -184,3 +188,68 @@ def test_recorded_log_probabilities_are_those_of_the_model(run, model_dir):
     assert rltool("stop", "--run", "agents").returncode == 0
     [file] = [f for f in (directory / "sessions").glob("*.jsonl") if record["id"] in f.name]
     assert json.loads(file.read_text().splitlines()[-1])["event"] == "ended"
+
+
+CONTEXT = 8192
+"""Bytes of a program's prompt are tokens here."""
+WINDOW = 128
+"""Tokens that a layer of the model sees: two layers can be taught by the last turn's end."""
+API = {"claude": "anthropic", "codex": "responses", "opencode": "chat"}
+
+
+def played(name: str, model_dir: Path, engine, root: Path, directory: Path) -> dict:
+    """The record of one task, played in `root`, which every time is made anew."""
+    shutil.rmtree(root, ignore_errors=True)
+    place = npm_programs.Place(root)
+    directory.mkdir()
+    key = engine.endpoint.key_file if hasattr(engine, "endpoint") else None
+    with Gateway(directory, model_dir, [engine], engine_key=key, max_model_len=CONTEXT) as gateway:
+        session = gateway.open()
+        npm_programs.play(programs(), name, session, place, *npm_programs.plain(name, root))
+        record = gateway.record(session)
+    record["made"] = (place.work / "sum.txt").exists() and (place.work / "sum.txt").read_text() == "5\n"
+    return record
+
+
+@pytest.fixture(scope="module")
+def programs_root(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def played_model(tmp_path_factory, programs_root) -> Path:
+    """A tiny model that has learnt by heart what a scripted one has said to the programs."""
+    model_dir = write_gateway_model(tmp_path_factory.mktemp("programs-model"), window=WINDOW)
+    words = Words(gateway_tokenizer())
+    records = []
+    for name in npm_programs.PROGRAMS:
+        with ScriptedVllm(vocab_size=words.size, default=words.spell("fine")) as engine:
+            engine.max_model_len = CONTEXT
+            engine.script.extend(map(words.spell, npm_programs.plain_replies(name)))
+            record = played(name, model_dir, engine, programs_root / name, programs_root / f"{name}-scripted")
+        assert record["made"]
+        records.append(record)
+    taught_records(model_dir, records, context=2 * WINDOW)
+    return model_dir
+
+
+@pytest.fixture(scope="module")
+def programs_engine(played_model, tmp_path_factory):
+    with serving_vllm(played_model, tmp_path_factory.mktemp("programs-vllm"), max_model_len=CONTEXT) as engine:
+        yield engine
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("name", npm_programs.PROGRAMS)
+def test_a_program_plays_its_task_and_what_is_recorded_are_the_model_s_log_probabilities(
+    name, programs_engine, played_model, programs_root, tmp_path
+):
+    records = (
+        played(name, played_model, programs_engine, programs_root / name, tmp_path / str(i)) for i in range(ATTEMPTS)
+    )
+    record = next(record for record in records if record["made"] and len(record["turns"]) > 1)
+    [trajectory] = record["trajectories"]
+    assert {turn["api"] for turn in record["turns"]} == {API[name]}
+    assert sum(trajectory["loss_mask"]) == sum(turn["end"] - turn["start"] for turn in record["turns"])
+    assert sum(span["end"] - span["start"] for span in trajectory["versions"]) == sum(trajectory["loss_mask"])
+    assert largest_difference(played_model, trajectory) < 1e-5

@@ -200,6 +200,11 @@ class Fleet:
         self._require(url, "fail an update of", State.PAUSED)
         self._move(url, State.STALE, reason, version=None)
 
+    def not_reached(self, url: str, reason: str) -> None:
+        """Why an engine that is STALE still is, for those who wait for it."""
+        if (member := self.find(url)) is not None and member.state is State.STALE:
+            self._update(member, reason=reason)
+
     def put_off(self, url: str, seconds: float) -> None:
         """Leave it out of syncs for so long, or until it is in another state than READY or STALE."""
         if (member := self.find(url)) is not None:

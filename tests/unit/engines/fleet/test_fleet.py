@@ -110,6 +110,8 @@ def test_an_engine_that_held_up_a_sync_is_left_out_for_a_while_unless_there_is_n
     world.fleet.pause(B)
     world.fleet.update_failed(B, "slow")
     assert world.fleet.syncable() == (B,), "a pause ends it"
+    world.fleet.not_reached(A, "a firewall")
+    assert world.state(A) is State.STALE and world.fleet.member(A).reason == "a firewall"
 
 
 def test_an_engine_with_fixed_weights_serves_as_soon_as_it_answers():
