@@ -165,6 +165,34 @@ def test_a_stream_comes_as_the_second_of_them_makes_it(stack, pair):
     run(scenario, prefill, decode)
 
 
+@pytest.mark.parametrize("ends", ["cancelled", "late", "broken"])
+def test_a_stream_that_ends_early_leaves_nothing_behind_and_what_came_is_kept(pair, ends):
+    prefill, decode = pair
+    decode.seconds = LONG
+    pieces: list[Completion] = []
+
+    async def scenario(r: Paired) -> None:
+        fleets.describe(r.fleet, decode.url, endpoint={"plugin": True})
+        task = asyncio.create_task(r.plane.generate(request(tokens=3000), stream=TokenStream(pieces.append)))
+        await until(lambda: len(pieces) > 1, "tokens come")
+        if ends == "cancelled":
+            task.cancel()
+        elif ends == "broken":
+            decode.drop_connections()
+        [found] = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), LONG / 2)
+        if ends == "cancelled":
+            assert isinstance(found, asyncio.CancelledError)
+        else:
+            assert found[0].finish_reason == "abort"
+            assert [token for piece in pieces for token in piece.token_ids] == list(found[0].token_ids)
+        await until(lambda: decode.batch.running == 0, "the engine hears of it")
+        assert (len(calls(prefill)), len(calls(decode)), r.plane.in_flight) == (1, 1, 0)
+        incidents = {member.url: member.incidents for member in r.fleet.members()}
+        assert incidents == {prefill.url: 0, decode.url: int(ends != "cancelled")}
+
+    run(scenario, prefill, decode, deadline=2.0 if ends == "late" else LONG)
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_sample_of_other_weights_than_its_cache_is_not_used(pair, streamed):
     """A request that reaches the decode engine only after the sync is not aborted."""
