@@ -1,4 +1,5 @@
-"""Two real SGLang engines: one fills KV caches, the other takes them over NIXL and samples."""
+"""Two real SGLang engines: one fills KV caches, the other takes them over NIXL and samples. Streams through a router,
+also of one alone."""
 
 from __future__ import annotations
 
@@ -37,6 +38,12 @@ def groups() -> list[dict[str, object]]:
     return [{"name": role, "role": role, **common} for role in ("prefill", "decode")]
 
 
+def ordered(groups: list[dict[str, object]], model: Path) -> Order:
+    return Order(
+        tuple(EngineGroup.model_validate({**group, "device": "cpu"}) for group in groups), {"policy": Model(model)}
+    )
+
+
 def trained(job: Job, run: str, *sets: str) -> str:
     """What it said. The schedulers of both engines poll without a rest, so on few cores all takes long."""
     process = job.start("train", run, sets=[*SETS, *sets])
@@ -70,12 +77,8 @@ def test_engines_that_a_run_starts_are_sampled_through_their_router(tmp_path: Pa
 
 def test_engines_that_are_named_by_address_tell_their_roles_and_are_both_asked(tmp_path: Path, tiny_tied_dir: Path):
     run = open_run("engines", create=True, root=tmp_path / "runs")
-    order = Order(
-        tuple(EngineGroup.model_validate({**group, "device": "cpu"}) for group in groups()),
-        {"policy": Model(tiny_tied_dir)},
-    )
     with ProcessGroup(run) as group:
-        engines = launch_engines(order, group)["policy"]
+        engines = launch_engines(ordered(groups(), tiny_tied_dir), group)["policy"]
         job = write_job(tmp_path / "job", tiny_tied_dir, ",".join(engine.url for engine in engines))
         said = trained(job, "direct", f'engines.api_key_file="{engines[0].key_file}"')
         assert "through http" not in said
@@ -84,12 +87,8 @@ def test_engines_that_are_named_by_address_tell_their_roles_and_are_both_asked(t
 
 def test_a_pair_streams_what_it_answers_in_one_piece_also_to_agents(tmp_path: Path, tiny_tied_dir: Path, monkeypatch):
     run = open_run("engines", create=True, root=tmp_path / "runs")
-    order = Order(
-        tuple(EngineGroup.model_validate({**group, "device": "cpu"}) for group in groups()),
-        {"policy": Model(tiny_tied_dir)},
-    )
     with ProcessGroup(run) as group:
-        pair = launch_engines(order, group)["policy"]
+        pair = launch_engines(ordered(groups(), tiny_tied_dir), group)["policy"]
         greedy = new_request(max_tokens=TOKENS, temperature=0.0, seed=None)
         streams_as_it_answers(pair, greedy, tiny_tied_dir, AGREEMENT)
         agents = partial(streams_to_agents, pair, TOKENS, tiny_tied_dir, tmp_path, monkeypatch, AGREEMENT)
@@ -97,19 +96,19 @@ def test_a_pair_streams_what_it_answers_in_one_piece_also_to_agents(tmp_path: Pa
         agents(router=routed(run, group))
 
 
-def test_an_engine_alone_streams_to_agents_through_its_router(
-    tmp_path: Path, tiny_tied_dir: Path, monkeypatch
-):
+def test_an_engine_alone_streams_to_agents_through_its_router(tmp_path: Path, tiny_tied_dir: Path, monkeypatch):
     run = open_run("engines", create=True, root=tmp_path / "runs")
-    alone = EngineGroup.model_validate({**groups()[0], "role": "regular", "flags": (), "device": "cpu"})
+    alone = groups()[0] | {"role": "regular", "flags": [], "max_model_len": 512}
     with ProcessGroup(run) as group:
-        engines = launch_engines(Order((alone,), {"policy": Model(tiny_tied_dir)}), group)["policy"]
+        engines = launch_engines(ordered([alone], tiny_tied_dir), group)["policy"]
         through = routed(run, group)
-        streams_to_agents(engines, TOKENS, tiny_tied_dir, tmp_path, monkeypatch, AGREEMENT, router=through)
+        streams_to_agents(engines, 4 * TOKENS, tiny_tied_dir, tmp_path, monkeypatch, AGREEMENT, router=through)
 
 
-def routed(run: RunDirectory, group: ProcessGroup) -> EngineEndpoint | None:
+def routed(run: RunDirectory, group: ProcessGroup) -> EngineEndpoint:
     """A router in front of the run's engines."""
     model = Endpoints.load(run.endpoints_file).models["policy"]
     start_router(RouterConfig(key_file=model.engines[0].key_file), model, group, endpoints_file=run.endpoints_file)
-    return Endpoints.load(run.endpoints_file).models["policy"].data_endpoint()
+    found = Endpoints.load(run.endpoints_file).models["policy"].data_endpoint()
+    assert found is not None
+    return found
