@@ -40,6 +40,7 @@ TEMPLATE = """
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif m.role == 'tool' %}
+        {%- if loop.first %}{{ raise_exception('a tool answers a call') }}{% endif %}
         {{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' }}
     {%- else %}
         {{- '<|im_start|>user\\n' + m.content + '<|im_end|>\\n' }}

@@ -58,7 +58,8 @@ class Rendezvous:
     address, port: of a TCPStore, or "" and 0; unique_id: base64 of NCCL's 128 bytes; bucket_bytes: what the buckets are
     cut by; nccl_version: of the trainer's library; directory: for transports that leave files; handles: for each GPU of
     the engine, in the order of its workers, base64 of the CUDA IPC handle of a rank there, "" where there is none;
-    stores: address and port of the TCPStore of each rank that sends, by rank, where there are several.
+    stores: address and port of the TCPStore of each rank that sends, by rank, where there are several; store_ranks: how
+    many these should be.
     """
 
     transport: Backend
@@ -72,6 +73,7 @@ class Rendezvous:
     directory: str | None = None
     handles: dict[str, str] = field(default_factory=dict)
     stores: dict[str, tuple[str, int]] = field(default_factory=dict)
+    store_ranks: int = 0
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ def parse_memory(text: str | bytes) -> Memory:
 
 
 Lies = Sequence[Mapping[str, Box]]
-"""Of each bucket what lies in a rank's memory, or in its file, by the tensor's name, in order."""
+"""Of each bucket what lies in a rank's memory, by the tensor's name, in order."""
 
 
 def lies_text(lies: Lies) -> str:

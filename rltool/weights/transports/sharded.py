@@ -21,8 +21,9 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from rltool.engines.transfer import ipc, nccl, shards, wire
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
+from rltool.errors import EngineError
 from rltool.megatron.shards import OwnPart, held
-from rltool.weights.memory import NONE, Memory
+from rltool.weights.memory import Memory
 from rltool.weights.transport import (
     Backend,
     Receiver,
@@ -69,8 +70,11 @@ class Agreement:
         address, self._store = host_rendezvous(self._receiver.url, options.config, options.deadline)
         for key, text in {shards.TENSORS: shards.buckets_text(self.part.whole_buckets), **(told or {})}.items():
             self._store.set(key, text)
-        stores = {str(self.part.rank): (address, self._store.port)}
-        return Rendezvous(self._backend, 1 + self.workers, options.group, address, self._store.port, stores=stores)
+        port, stores = self._store.port, {str(self.part.rank): (address, self._store.port)}
+        ranks = self.part.layout.world_size
+        return Rendezvous(
+            self._backend, 1 + self.workers, options.group, address, port, stores=stores, store_ranks=ranks
+        )
 
     def plan(self, *, by_reach: bool = False) -> None:
         """Blocks until all workers have said what they need, and by_reach which ranks they reach."""
@@ -236,10 +240,10 @@ class ShardedNcclSender(MessageSender):
         agreement = self._agreement
         unique_id = base64.b64decode(agreement.store.get(shards.UNIQUE_ID), validate=True)
         part, ranks = agreement.part, agreement.part.layout.world_size
-        self.go_on()
         self._communicator = nccl.Communicator(
             self._library, unique_id, ranks + agreement.workers, part.rank, self.device, seconds=self._options.deadline
         )
+        self.go_on()  # or no one would abort it: an abort that came before has found none
         self._communicator.join(seconds)
 
     def post(self, messages: Sequence[tuple[Tensor, int]]) -> Work:
@@ -272,22 +276,18 @@ class ShardedIpcSender(IpcSender):
     they store."""
 
     def __init__(self, receiver: Receiver, options: SenderOptions) -> None:
-        super().__init__(receiver, options)
         self._agreement = Agreement("ipc-sharded", receiver, options)
-        self._size = max(map(wire.bucket_bytes, self._agreement.part.buckets), default=0)
+        largest = max(map(wire.bucket_bytes, self._agreement.part.buckets), default=0)
+        super().__init__(receiver, replace(options, largest_bucket=largest))
         self._sent = 0
 
     def host(self) -> Rendezvous:
         part = self._agreement.part
-        self._buffer = ipc.ExportedBuffer(self._size, self.device)
+        self._buffer = ipc.ExportedBuffer(self._options.largest_bucket, self.device)
         memory = shards.Memory(self._options.gpu, ipc.host_id(), self._buffer.handle)
         lies = [{meta.name: part.boxes[meta.name] for meta in bucket} for bucket in part.buckets]
         told = {shards.MEMORY: shards.memory_text(memory), shards.LIES: shards.lies_text(lies)}
         return self._agreement.host(told)
-
-    @property
-    def memory(self) -> Memory:
-        return NONE if self._buffer is None else Memory.on(self.device, self._size)
 
     def join(self, seconds: float) -> None:
         self._agreement.plan(by_reach=True)
@@ -310,6 +310,12 @@ class ShardedIpcSender(IpcSender):
 
 
 def _init(rendezvous: Rendezvous, rank_offset: int, timeout_seconds: float, **more: Any) -> list[HttpRequest]:
+    """EngineError where a rank has no store: workers would take the ranks for fewer than they are."""
+    if without := [rank for rank in range(rendezvous.store_ranks) if str(rank) not in rendezvous.stores]:
+        raise EngineError(
+            f"the trainer's rank {', '.join(map(str, without))} could not open its end of the transfer: is there a "
+            "port for each rank and engine in weights.port_range, and room on its GPU?"
+        )
     return [
         vllm.init_request(
             transport=rendezvous.transport,

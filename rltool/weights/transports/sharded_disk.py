@@ -32,8 +32,8 @@ from rltool.weights.transports.sharded import obstacle
 
 
 class ShardedDiskSender(SenderTransport):
-    """A file of each bucket, renamed when it is complete; rank 0 writes the index of all ranks' slices, and removes old
-    versions. Workers are told of the version when all ranks have written it."""
+    """A file of each bucket, renamed when it is complete; rank 0 writes the index of all ranks' slices. Workers are
+    told of the version when all ranks have written it."""
 
     device = torch.device("cpu")
 
@@ -62,6 +62,8 @@ class ShardedDiskSender(SenderTransport):
         self._numbers = {bucket: number for number, bucket in enumerate(buckets)}
         self.sent_bytes = self._sent = self._largest = 0
         self._directory.mkdir(parents=True, exist_ok=True)
+        if self._part.rank == 0:  # before it is written: those that could not be are as large, and go too
+            remove_old_versions(self._directory, version.split(":")[0])
 
     def send(self, bucket: Bucket, flat: Tensor) -> Work:
         part, number, tensors = self._part, self._numbers[bucket], dict(split_flat(flat, bucket))
@@ -89,7 +91,6 @@ class ShardedDiskSender(SenderTransport):
         if self._part.rank == 0:
             index = self._directory / shards.INDEX
             index.write_text(shards.index_text(self._part.whole_buckets, self._files))
-            remove_old_versions(self._directory, self._version.split(":")[0])
 
     def abort(self, reason: str) -> None:
         """A write cannot be ended; what it leaves is never read."""

@@ -117,10 +117,10 @@ def test_a_body_that_is_too_large_and_a_prompt_that_is_too_long(engine, tokenize
 
 
 def test_a_template_that_fails_says_why(gateway, session):
-    messages = [*HI["messages"], {"role": "system", "content": "late"}]
+    messages = [{"role": "tool", "tool_call_id": "a", "content": "5"}, *HI["messages"]]
     refused = post(gateway, session, json={**HI, "messages": messages})
     assert (refused.status_code, error_of(refused)["code"]) == (400, "template_failed")
-    assert "a system message comes first" in error_of(refused)["message"]
+    assert "a tool answers a call" in error_of(refused)["message"]
 
 
 def test_a_prefilled_answer_is_refused(gateway, session):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from pathlib import Path
 
@@ -400,3 +401,25 @@ def test_the_docs_have_examples_of_every_role_and_of_a_managed_run():
     assert all(f'role = "{role}"' in every for role in ("prefill", "decode", "placeholder"))
     assert 'mode = "managed"' in every and "update_weights = false" in every
     assert 'mode = "colocate"' in every
+
+
+@pytest.mark.parametrize(
+    ("engine", "device", "head", "why"),
+    [
+        ("sglang", "cuda", 128, "SGLang was to compute exactly (algorithm.exact): that is implemented for vLLM"),
+        ("vllm", "cpu", 128, "vLLM was to compute exactly (algorithm.exact): its batch-invariant kernels are for GPUs"),
+        ("vllm", "cuda", 64, "heads of another size than 128"),
+        ("vllm", "cuda", 128, None),
+    ],
+)
+def test_engines_that_cannot_compute_exactly_are_refused_by_group(tmp_path, monkeypatch, engine, device, head, why):
+    (tmp_path / "config.json").write_text(json.dumps({"head_dim": head}))
+    monkeypatch.setitem(MODELS, "policy", Model(tmp_path, exact=True))
+    groups = [{"name": "main", "engine": engine, "tp": 1}]
+    if why is not None:
+        with pytest.raises(UsageError, match=re.escape(why)) as error:
+            plan(groups, ONE_HOST, device=device)
+        assert "group 'main'" in str(error.value)
+        return
+    [launch] = plan(groups, ONE_HOST, device=device).launches
+    assert launch.exact

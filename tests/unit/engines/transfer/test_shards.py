@@ -187,6 +187,20 @@ def test_loaders_are_given_what_came_and_it_is_freed_when_they_have_it():
     assert stand_ins.held_bytes == 0
 
 
+def test_a_worker_whose_rows_are_padding_alone_needs_nothing_and_loads():
+    """Of a vocabulary that is padded, the last tensor-parallel worker."""
+    meta, model = TensorMeta("a", "float32", (4, 3)), torch.zeros(4, 3)
+
+    def load(name: str, tensor: torch.Tensor) -> None:
+        model[:0].copy_(tensor.narrow(0, 4, 0))
+
+    needs = needs_of([(meta,)], load)
+    plan = shards.plan_shards([(meta,)], {"a": [Held(Box.whole(meta.shape), (0,))]}, [needs], 1)
+    assert plan[0, 0] == [[]]
+    with StandIns() as stand_ins:
+        load("a", stand_ins.add(meta, {}))
+
+
 def test_a_loader_that_computes_is_refused_by_name():
     def load(name: str, tensor: torch.Tensor) -> None:
         torch.zeros(4, 3).copy_(tensor + 1)

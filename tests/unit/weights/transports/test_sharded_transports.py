@@ -11,19 +11,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from rltool.config.parallel import ParallelLayout
 from rltool.config.rollout import WeightsConfig
 from rltool.engines.plugin.channels import ChannelError
 from rltool.engines.plugin.sharded import Info, ShardedChannel, ShardedGlooChannel, ShardedIpcChannel, open_shards
-from rltool.engines.transfer import ipc, shards
+from rltool.engines.transfer import ipc, nccl, shards
 from rltool.engines.transfer.shards import Box
 from rltool.engines.transfer.wire import bucket_bytes
 from rltool.engines.types import Bucket
+from rltool.errors import EngineError
 from rltool.megatron.export_plan import full_plan
 from rltool.megatron.shards import OwnPart
 from rltool.weights.send.sender import Rank, SendReport, WeightSender, one_meeting, one_report
-from rltool.weights.transport import Receiver, transport
+from rltool.weights.transport import Receiver, TransportError, transport
+from rltool.weights.transports import sharded, sharded_disk
 from rltool.weights.transports.disk import version_directory
 from tests.contract.fakes import ipc as fake_ipc
 from tests.contract.fakes import nccl as fake_nccl
@@ -244,6 +247,54 @@ def test_over_gloo_the_next_bucket_comes_while_one_is_loaded_and_no_other_is_tak
     for sender in to.senders:
         sender.abort([URL], "the engine failed")
     assert [each.result(SECONDS).failures for each in sending] == [{URL: "the engine failed"}] * 2
+
+
+def test_versions_that_could_not_be_written_do_not_fill_the_disk(sync, tmp_path, monkeypatch):
+    def full(*_, **__) -> None:
+        raise SafetensorError("No space left on device")
+
+    to, version = sync("disk-sharded", "tp 2 to tp 1"), "a" * 32 + ":0:{}"
+    to.connect()
+    to.update(0)
+    with monkeypatch.context() as failing:
+        failing.setattr(sharded_disk, "save_file", full)
+        for number in range(1, 5):
+            for rank in range(2):
+                report = to.send(rank, to.weights(number), version.format(number))
+                assert "No space left" in report.failures[URL]
+            assert len(list(tmp_path.iterdir())) <= 2, "the one before, and this one"
+            to.connect()
+    to.update(5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:3])
+def test_an_engine_is_not_asked_to_join_where_a_rank_has_no_store(sync, backend, monkeypatch):
+    def exhausted(*_: Any) -> Any:
+        raise TransportError("no free port")
+
+    to = sync(backend, "tp 2 to tp 1")
+    receiver = Receiver(URL, "vllm", backend, to.workers)
+    meetings = [to.senders[0].host([receiver], "g", to.directory)]
+    monkeypatch.setattr(sharded, "host_rendezvous", exhausted)
+    meetings.append(to.senders[1].host([receiver], "g", to.directory))
+    with pytest.raises(EngineError, match=r"rank 1 could not open its end.*weights\.port_range"):
+        to.control.init(one_meeting(meetings)[URL], rank_offset=1, timeout_seconds=SECONDS)
+    assert "no free port" in to.senders[1].join()[URL]
+
+
+def test_an_abort_that_comes_while_a_communicator_is_made_ends_its_join(sync, monkeypatch):
+    to = sync("nccl-sharded", "tp 2 to tp 1")
+    made = nccl.Communicator
+
+    def aborted_meanwhile(*args: Any, **more: Any) -> Any:
+        if (rank := args[3]) < to.layout.world_size:
+            to.senders[rank]._channels[URL].transport.abort("the engine died")
+        return made(*args, **more)
+
+    monkeypatch.setattr(nccl, "Communicator", aborted_meanwhile)
+    monkeypatch.setattr(fake_nccl.FakeCommunicator, "join", lambda *_, **__: pytest.fail("no one would end it"))
+    to.connect(needs_of=lambda _: {})
+    assert all("the engine died" in failures[URL] for failures in to.failures)
 
 
 def test_what_was_written_has_an_index_and_old_versions_go(sync, tmp_path):
