@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -119,6 +120,8 @@ class Connections:
         self._trainer, self._shares_gpus = trainer, shares_gpus
         self._connected: dict[str, Connection] = {}
         self._left: set[str] = set()  # engines whose groups the ranks have not left yet
+        self.seconds: dict[str, float] = {}
+        """Of the last `connect`, by URL: what was waited for that engine, and not for others beside it."""
 
     def __getitem__(self, url: str) -> Connection:
         return self._connected[url]
@@ -135,18 +138,22 @@ class Connections:
             await self._ranks.leave_transfer(left)
         new = [engine for engine in engines if not self._is_connected(engine)]
         # The ranks wait for every engine that they host, as long as joining may take: no absent one is hosted.
-        errors = await self._calls.gather([engine.endpoint for engine in new], self._calls.answers)
+        self.seconds = {}
+        errors = await self._calls.gather([engine.endpoint for engine in new], self._timed(self._calls.answers))
         chosen, refused = self._choose([engine for engine in new if engine.url not in errors])
         errors |= refused
         if not chosen:
             return set(), errors
         meeting = await self._ranks.host([each.receiver for each in chosen.values()], GROUP, self._trainer.directory)
+        began = time.perf_counter()
         async with beside(self._ranks.join()) as (joining,):
             try:
                 hosted = [chosen[url].engine.endpoint for url in meeting]
-                answered = await self._calls.gather(hosted, self._join(chosen, meeting, joining))
+                answered = await self._calls.gather(hosted, self._timed(self._join(chosen, meeting, joining)))
             finally:
                 joined = await joining
+        for url in joined.keys() - answered.keys():  # its ranks waited for it
+            self.seconds[url] = time.perf_counter() - began
         # The engine's own error is nearer to the cause than our timeout.
         errors |= {url: EngineError(reason) for url, reason in joined.items()} | answered
         errors |= {url: EngineError(NO_RANK) for url in chosen if url not in meeting and url not in errors}
@@ -209,6 +216,16 @@ class Connections:
             receiver = Receiver(url, info.dialect, backend, info.world_size, endpoint.gpu_uuids)
             chosen[url] = _Chosen(engine, receiver, kind)
         return chosen, refused
+
+    def _timed(self, act: Act) -> Act:
+        async def timed(endpoint: EngineEndpoint) -> None:
+            began = time.perf_counter()
+            try:
+                await act(endpoint)
+            finally:
+                self.seconds[endpoint.url] = self.seconds.get(endpoint.url, 0.0) + time.perf_counter() - began
+
+        return timed
 
     def _join(
         self, chosen: Mapping[str, _Chosen], meeting: Mapping[str, Rendezvous], joining: asyncio.Future[Failures]

@@ -71,7 +71,9 @@ class EngineUpdate:
 
     def __init__(self, engine: Member, plan: SyncPlan) -> None:
         self.engine, self.url, self.endpoint, self.plan = engine, engine.url, engine.endpoint, plan
-        self._began = time.perf_counter()
+        self.took = 0.0
+        """Seconds that were waited for it: in its steps, but where it waited for the ranks, which may be held up by
+        another engine."""
         self.failure: str | None = None
         """The first one."""
         self.is_silent = False
@@ -102,7 +104,8 @@ class EngineUpdate:
         """One of the steps below. Its failure is this engine's alone, and so is silence: an engine that answers no
         health check meanwhile is aborted at once."""
         try:
-            await while_alive(self._calls.client, self.endpoint, step)
+            with self._waiting(1):
+                await while_alive(self._calls.client, self.endpoint, step)
         except EngineError as error:
             self.failed(named_deadline(error))
 
@@ -125,7 +128,7 @@ class EngineUpdate:
     async def update(self, sending: Sending) -> None:
         """It takes the weights beside the sending, has the version and goes on, at its own pace."""
         await self._receive(sending)
-        await asyncio.wait((sending,))
+        await self._sent(sending)
         if self._given_up(sending) is not None:
             return  # what it has taken may not be the weights; the ranks' reason is reported
         self.received_at = time.perf_counter()
@@ -168,16 +171,17 @@ class EngineUpdate:
         """
         if self.failure is not None:
             return
-        took = time.perf_counter() - self._began
-        if is_slow := own and not self.is_silent and took > self.plan.bucket_deadline:
-            reason += f" (left out of syncs for {PUT_OFF * took:.0f} s, as this one waited {took:.0f} s for it)"
+        if is_slow := own and not self.is_silent and self.took > self.plan.bucket_deadline:
+            reason += (
+                f" (left out of syncs for {PUT_OFF * self.took:.0f} s, as this one waited {self.took:.0f} s for it)"
+            )
         self.failure = reason
         self.plan.connections.lost(self.url)
         if self.is_paused:
             self._fleet.update_failed(self.url, reason)
         self._fleet.not_reached(self.url, reason)
         if is_slow:
-            self._fleet.put_off(self.url, PUT_OFF * took)
+            self._fleet.put_off(self.url, PUT_OFF * self.took)
         if self.is_silent:
             self._fleet.fell_silent(self.url, reason, checks=CHECKS_MISSED)
 
@@ -217,12 +221,12 @@ class EngineUpdate:
         plan, control, client = self.plan, self._control, self._calls.client
         rendezvous, version = self._connected.rendezvous, str(plan.version)
         if control.after_send:
-            await asyncio.wait((sending,))
+            await self._sent(sending)
             if self._given_up(sending) is not None:
                 return  # there is nothing to take; the ranks' reason is reported
         if self.generates_on:
             rendezvous = await self._prefetch()
-            await asyncio.wait((sending,))  # it generates while other engines are sent theirs
+            await self._sent(sending)  # it generates while other engines are sent theirs
             if self._given_up(sending) is not None:
                 return
             self._pause()
@@ -279,6 +283,19 @@ class EngineUpdate:
         self._fleet.update_finished(self.url, self.plan.version)
 
     # -- the rest is private
+
+    async def _sent(self, sending: Sending) -> None:
+        with self._waiting(-1):
+            await asyncio.wait((sending,))
+
+    @contextmanager
+    def _waiting(self, sign: int) -> Iterator[None]:
+        """Counts what is awaited in the block, or takes it off again."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.took += sign * (time.perf_counter() - began)
 
     @property
     def _calls(self) -> EngineCalls:

@@ -170,6 +170,7 @@ class WeightSync:
         there = set(self.fleet.syncable())
         for update in updates:
             engine = self.fleet.find(update.url)
+            update.took += self.connections.seconds.get(update.url, 0.0)
             if update.url in errors:
                 update.failed(errors[update.url])
             elif update.url not in there:

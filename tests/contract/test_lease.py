@@ -310,6 +310,46 @@ def test_what_a_renewal_raises_is_written_and_ends_the_run_only_when_the_lease_h
     asyncio.run(run())
 
 
+def test_the_engines_of_a_driver_that_says_nothing_any_more_are_given_back_until_it_is_heard_of(spellers, key_file):  # noqa: F811
+    async def run():
+        async with owner(spellers, key_file) as r:
+            r.ahead += 3600.0  # a driver that is this process, as one that serves a trainer, says nothing
+            await until_renewed(spellers[0])
+            r.leases.heard_of_driver()
+            r.ahead += 59.0
+            await until_renewed(spellers[0])
+            assert not r.lines
+            r.ahead += 2.0
+            await until(lambda: not any(engine.leases.lease() for engine in spellers), "they are given back")
+            await asyncio.sleep(0.2)  # four renewals
+            assert r.lines == [f"{A} has said nothing for 61 s: its engines are given back"]
+            r.leases.heard_of_driver()
+            await until(lambda: all(engine.leases.lease() for engine in spellers), "nobody took them")
+            r.leases.check()
+            r.ahead += 61.0
+            await until(lambda: not any(engine.leases.lease() for engine in spellers), "they are given back again")
+            await asked(spellers[1], "acquire", B)
+            r.leases.heard_of_driver()
+            with pytest.raises(EngineTaken, match="run run-b .* has taken over"):
+                await r.leases.unless_taken(asyncio.Event().wait())
+
+    asyncio.run(run())
+
+
+def test_the_engines_of_a_driver_that_was_killed_are_given_back_at_once(spellers, key_file, monkeypatch):  # noqa: F811
+    """Its rollout manager lives on: what was its raylet is a zombie, as in a container without an init."""
+
+    async def run():
+        async with owner(spellers, key_file) as r:
+            monkeypatch.setattr(lease_module, "has_died", lambda holder: holder == A)
+            await until(lambda: not any(engine.leases.lease() for engine in spellers), "they are given back")
+            await asyncio.sleep(0.2)  # four renewals
+            assert not any(engine.leases.lease() for engine in spellers)
+            assert r.lines == [f"{A} has died: its engines are given back"]
+
+    asyncio.run(run())
+
+
 def test_what_a_killed_run_left_is_free_when_it_has_expired_and_its_own_at_once(run_as, spellers):  # noqa: F811
     async def run():
         engine = spellers[0]

@@ -215,6 +215,26 @@ def test_an_engine_that_hangs_is_given_up_at_the_deadline_and_the_others_go_on(t
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("failed", ["/update_weights", "/finish_weight_update"])
+def test_an_engine_that_fails_at_once_is_not_put_off_for_what_another_took(two, tmp_path, failed):
+    brisk, slow = two
+
+    async def run() -> None:
+        async with rig(*two, directory=tmp_path) as r:
+            brisk.fail(failed, 500, times=1)
+            for path in ("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"):
+                slow.delay(path, DEADLINE / 2.5)
+            began = time.monotonic()
+            report = await r.sync.sync(version(0))
+            assert time.monotonic() - began > DEADLINE, "longer than a bucket may take"
+            assert report.updated == (slow.url,) and report.failed.keys() == {brisk.url}
+            assert failed in report.failed[brisk.url] and "left out" not in report.failed[brisk.url]
+            slow.heal()
+            assert (await r.sync.sync(version(1))).failed == {} and r.states() == [State.READY] * 2
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_falls_silent_is_suspect_and_the_next_sync_does_not_wait_for_it(two, tmp_path, monkeypatch):
     sick = two[0]
 

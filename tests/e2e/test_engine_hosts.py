@@ -6,8 +6,10 @@ a: `rltool train`, its rank and its own Ray; b: sglang-router; c, d: vLLM, whose
 from __future__ import annotations
 
 import json
+import os
 import re
 import secrets
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -238,6 +240,30 @@ def test_a_firewall_before_the_trainer_is_named_from_where_to_where(world: World
 def test_a_name_of_the_trainer_that_engines_resolve_otherwise_is_named_with_both_ends(world: World):
     said = world.train("misnamed", 1, sets=["weights.advertise_host=trainer", "deadlines.engines=20"], code=1)
     assert "host c does not reach the trainer at trainer" in said and "weights.advertise_host" in said
+
+
+def test_a_lease_lasts_as_long_as_it_says_though_clocks_differ_by_hours(world: World):
+    _, b, c, d = world.hosts
+    assert int(d.run(["date", "+%s"])) - int(c.run(["date", "+%s"])) > 7000
+    lease = 20
+
+    def other(code: int | None) -> str:
+        """Of a run of another host, that knows nothing of processes here."""
+        words = world.words("other", 1, "--dry-run", sets=[f"engines.lease_seconds={lease}"])
+        environment = {**world.environment(), "RLTOOL_RUNS": "/tmp/runs"}
+        return b.run(rltool(*words), env=environment, cwd=world.job.root, code=code, timeout=SECONDS)
+
+    with world.training("leased", sets=[f"engines.lease_seconds={lease}"]) as run:
+        left = [int(n) for n in re.findall(r"the lease expires in (\d+) s", " ".join(other(2).split()))]
+        assert len(left) == 2 and all(0 <= seconds <= lease for seconds in left)
+    other(0)
+    with world.training("lost", sets=[f"engines.lease_seconds={lease}"], in_order=False) as run:
+        os.killpg(run.process.pid, signal.SIGKILL)
+        run.process.wait()
+        ends = time.monotonic() + lease + 30
+        while "is leased by" in other(None):
+            assert time.monotonic() < ends
+    other(0)
 
 
 def test_an_engine_is_named_by_a_name_that_means_another_address_on_its_own_host(world: World):

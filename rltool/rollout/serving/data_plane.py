@@ -450,14 +450,11 @@ class DataPlane:
                 attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
                 headers=headers,
             )  # fmt: skip
-        completions = await disaggregation.generate(
-            self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline,
+        return await disaggregation.generate(
+            self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline, stream=stream,
             may_decode=lambda: self._is_unmoved(engine) and self._is_unmoved(prefill),
             version=str(engine.version) if engine.version is not None else None,
         )  # fmt: skip
-        if stream is not None:
-            stream.take(completions[0])
-        return completions
 
     def _is_unmoved(self, engine: Member) -> bool:
         """Whether it has been in the same state since then."""

@@ -4,6 +4,10 @@ A lease is taken before the first control call, renewed by a task of its own (a 
 longer than a lease lasts), and given back at the end. A run that loses it does not fight back: it ends, and names who
 took the engine. So it does when the last engine without a plugin is left to another trainer
 (rollout/serving/foreign.py), and when a lease expires because something in this process keeps it from being renewed.
+
+Who renews may live on without the run's driver: Ray ends an actor whose driver was killed after a minute where what
+was Ray's stays behind as a zombie, as in a container without an init, and where a whole host went. So leases are given
+back once the driver is dead, or has been silent for as long as they last.
 """
 
 from __future__ import annotations
@@ -74,6 +78,8 @@ class EngineLeases:
         self._foreign = ForeignWeights(run, engines.clock)
         self._held: dict[str, float] = {}
         """Engines whose leases were granted, and when that was asked for last."""
+        self._heard_at: float | None = None
+        self._given_back = False
         self.lost: set[str] = set()
         """Engines that another run controls now: they are sent nothing more, not even at the end."""
         self._error: EngineTaken | LeaseExpired | None = None
@@ -115,6 +121,10 @@ class EngineLeases:
                 await self._ask(engine.endpoint, "release")
 
     # -- what the service asks
+
+    def heard_of_driver(self) -> None:
+        """It lives. Once said it is to be said again and again: without it the leases are not kept."""
+        self._heard_at = self._clock()
 
     def check(self) -> None:
         """Raises EngineTaken once an engine was lost to another run, LeaseExpired once it may be."""
@@ -171,6 +181,14 @@ class EngineLeases:
         return {m.url: m.endpoint for m in members if m.info.plugin}
 
     async def _renew(self) -> None:
+        gone = self._without_driver()
+        if gone is not None:
+            if not self._given_back:
+                self._log(f"{gone}: its engines are given back")
+                self._given_back = True
+                await asyncio.gather(*(self._each(self._give_back, url) for url in self._held.keys() - self.lost))
+            return
+        self._given_back = False  # heard of again, it has the engines again that no other run took meanwhile
         leasable = self._leasable()
 
         async def renew(url: str) -> EngineTaken | None:
@@ -183,6 +201,23 @@ class EngineLeases:
         )
         for lost in filter(None, losses):  # when it is known whose each engine is: the end leaves others' alone
             self._end(lost)
+
+    def _without_driver(self) -> str | None:
+        """Why nobody is there any more for whom leases are renewed."""
+        assert self._terms is not None
+        holder, now = self._terms.holder, self._clock()
+        if has_died(holder):
+            return f"{holder} has died"
+        if self._heard_at is not None and now - self._heard_at > self._terms.seconds:
+            return f"{holder} has said nothing for {now - self._heard_at:.0f} s"
+        return None
+
+    async def _give_back(self, url: str) -> None:
+        """The engine remains one that this run had: whoever takes it now ends this run."""
+        engine = self._fleet.find(url)
+        if engine is not None:
+            with suppress(EngineError):
+                await self._ask(engine.endpoint, "release")
 
     async def _each(
         self, step: Callable[[str], Awaitable[EngineTaken | None]], url: str

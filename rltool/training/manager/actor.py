@@ -71,6 +71,9 @@ class RolloutActor:
         garbage.settle()
         return summary
 
+    async def driver_is_there(self) -> None:
+        self._service.driver_is_there()
+
     async def next_batch(self, step: int) -> Rollout:
         """Wide fields stay in the object store, for the ranks: the driver gets references."""
         with failing_in_order():

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+
+import ray
 
 from rltool.agents.gateway_process import GatewayPlace
 from rltool.config.train import TrainConfig
@@ -38,6 +41,9 @@ PROGRESS_SECONDS = 15.0
 INTERRUPT_SECONDS = 30.0
 """For the rollout manager to abort its requests; engines that hang are not waited for longer than it does itself."""
 
+SIGN_SECONDS = 2.0
+"""Between two signs of life for the rollout manager, which may outlive its driver and then gives the engines back."""
+
 
 @dataclass(frozen=True)
 class RolloutFiles:
@@ -63,6 +69,8 @@ class Rollouts:
         self._synced = 0
         self._evals_dir = files.evals
         self._started = False
+        self._ended = threading.Event()
+        self._signs = threading.Thread(target=self._give_signs, name="signs-of-life", daemon=True)
         self._evaluation: tuple[int, Any] | None = None  # the one that runs: step of its weights, Ray's reference
         self._shares_gpus, self._has_gpus = config.engines.shares_gpus, True
         self._given = [str(file.absolute()) for file in files_in(config.engines.external)]
@@ -84,10 +92,11 @@ class Rollouts:
 
     def start(self) -> None:
         """Read the data, open connections. A signal ends it with StopRequested."""
+        started = self._actor.start.remote()
+        self._signs.start()
         summary = self._call(
-            self._actor.start.remote(), self.config.deadlines.step, "deadlines.step",
-            while_waiting=self._stop.raise_if_requested,
-        )  # fmt: skip
+            started, self.config.deadlines.step, "deadlines.step", while_waiting=self._stop.raise_if_requested
+        )
         self._started = True
         self.console.print(summary)
 
@@ -207,8 +216,15 @@ class Rollouts:
     def close(self) -> None:
         """Leave the engines serving: resumed, and out of their transfer groups. What fails here is reported, not
         raised."""
-        if not self._started:
-            return
+        if self._started:
+            self._leave()
+        self._ended.set()  # before Ray ends: a call after that would start another
+        if self._signs.is_alive():
+            self._signs.join()
+
+    # -- the rest is private
+
+    def _leave(self) -> None:
         try:
             for line in self._call(self._actor.close.remote(), self.config.deadlines.close, "deadlines.close"):
                 self.console.print(f"leaving {line}", style="yellow")
@@ -219,7 +235,16 @@ class Rollouts:
             self.console.print(f"the evaluation of step {step} was dropped: the run ended first")
             self._drop(ref, self.config.deadlines.close, "deadlines.close")
 
-    # -- the rest is private
+    def _give_signs(self) -> None:
+        """One at a time, in a thread of its own: the main one may save, or wait for ranks, for minutes."""
+        sign: Any = None
+        while not self._ended.wait(SIGN_SECONDS):
+            with contextlib.suppress(Exception):  # of a manager that has died: the main thread says so
+                if sign is not None and is_ready(sign):
+                    said, sign = sign, None
+                    ray.get(said)  # a failure that nobody reads, Ray would print
+                if sign is None:
+                    sign = self._actor.driver_is_there.remote()
 
     def _refuse_change(self) -> None:
         if self._shares_gpus:

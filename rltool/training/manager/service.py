@@ -39,6 +39,7 @@ from rltool.rollout.own_rollout import OwnCollector, load_rollout
 from rltool.rollout.sample import Sample
 from rltool.rollout.serving.concurrency import LOAD_SECONDS, ConcurrencyController, ConcurrencyPolicy, adapt_concurrency
 from rltool.rollout.serving.guard import GenerationLost
+from rltool.rollout.serving.lease import EngineLeases
 from rltool.rollout.serving.model_clients import Models
 from rltool.rollout.serving.rates import EngineRates
 from rltool.rollout.serving.restarts import EngineRestarts
@@ -86,6 +87,7 @@ class RolloutService:
         self._evaluations: set[asyncio.Task[Any]] = set()
         self._events: list[str] = []
         self._stopping = self._closed = False
+        self._all_leases: list[EngineLeases] = []
         self._lost: GenerationLost | None = None
 
     # -- life
@@ -132,8 +134,10 @@ class RolloutService:
             self._restarts.watch(self.fleet, self._monitor)
             self._restarts.start()
             self._colocation = self._colocation_of(trainer, self._restarts)
+        self._all_leases.append(self._leases)
         await self._policy.start()
         if self._held is not None:
+            self._all_leases.append(self._held.leases)
             await self._held.start()
         await self._generation.start(self.fleet, self._engines.router, self._book if self._syncing else None)
         self._background.repeat(self._guard_engines, "engine guard", seconds=GUARD_SECONDS)
@@ -144,6 +148,11 @@ class RolloutService:
             )  # fmt: skip
             self._background.repeat(adapt, "adaptive concurrency", seconds=LOAD_SECONDS)
         return summary
+
+    def driver_is_there(self) -> None:
+        """Said every few seconds by a driver that is another process: see EngineLeases.heard_of_driver."""
+        for leases in self._all_leases:
+            leases.heard_of_driver()
 
     def _load(self) -> str:
         inputs = load_inputs(self._config, self._models, trains=self._syncing is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -218,3 +219,33 @@ def test_what_a_rollout_or_an_evaluation_that_a_stop_cuts_off_raises_is_read(man
     with pytest.raises(StopRequested):
         it.evaluated(wait=True)
     assert manager.calls[2:] == ["interrupt", "evaluate is read"]
+
+
+def test_the_driver_gives_signs_of_life_one_at_a_time_from_the_start_to_the_end_whatever_it_does(
+    manager, tmp_path, monkeypatch
+):  # fmt: skip
+    said, read = [], []
+    monkeypatch.setattr(rollouts, "SIGN_SECONDS", 0.01)
+    monkeypatch.setattr(rollouts, "ray", SimpleNamespace(get=read.append))
+    manager.driver_is_there = SimpleNamespace(remote=lambda: said.append(len(said)) or said[-1])
+    it = driver(tmp_path, "managed")
+    it.start()
+
+    def more_than(count: int) -> bool:
+        ends = time.monotonic() + 10.0
+        while len(said) <= count and time.monotonic() < ends:
+            time.sleep(0.01)  # the main thread asks for nothing
+        return len(said) > count
+
+    assert more_than(3)
+    manager.is_ready = False
+    time.sleep(0.05)
+    count = len(said)
+    time.sleep(0.1)
+    assert len(said) == count == len(read) + 1, "of a manager that is busy one is asked for, and no other before"
+    manager.is_ready = True
+    assert more_than(count)
+    it.close()
+    count = len(said)
+    time.sleep(0.1)
+    assert len(said) == count, "a call after the end of Ray would start another"
