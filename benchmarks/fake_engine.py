@@ -1,6 +1,7 @@
 """An engine that answers by the clock: vLLM's token-in token-out route and probes, with canned tokens.
 
     python -m benchmarks.fake_engine --port 0 --seconds 0.2        prints "serving URL"
+    python -m benchmarks.fake_engine --count 256                   so many of them in one process: one line each
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ PROBES: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "policy", "max_model_len": 4096}]},
     "/get_world_size": {"world_size": 1},
     "/is_paused": {"is_paused": False},
-    "/server_info": {"vllm_config": {"model_config": {"hf_text_config": f'C {{"vocab_size": {VOCABULARY}}}'}}},
+    "/server_info": {
+        "vllm_config": {
+            "model_config": {"hf_text_config": f'C {{"vocab_size": {VOCABULARY}}}'},
+            "weight_transfer_config": {"backend": "nccl"},
+        }
+    },
 }
 
 
@@ -46,9 +52,13 @@ class FakeEngine:
     async def control(self, request: web.Request) -> web.Response:
         if request.path == "/pause":
             self.running.clear()
+        elif request.path == "/wake_up":
+            self.running.set()
+        elif request.path == "/sleep":
+            self.running.clear()
         elif request.path == "/resume":
             self.running.set()
-        elif request.path == "/finish_weight_update":
+        elif request.path == "/finish_weight_update" and request.can_read_body:
             self.version = (await request.json())["weight_version"]
         return web.json_response({})
 
@@ -69,14 +79,14 @@ class FakeEngine:
         return app
 
 
-async def serve(engine: FakeEngine, port: int) -> None:
-    runner = web.AppRunner(engine.app(), access_log=None)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", port)
-    await site.start()
-    print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+async def serve(engines: list[FakeEngine], port: int) -> None:
+    runners = [web.AppRunner(engine.app(), access_log=None) for engine in engines]
+    for runner in runners:
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started it lets go of it
-    await runner.cleanup()
+    await asyncio.gather(*(runner.cleanup() for runner in runners))
 
 
 def main() -> None:
@@ -84,8 +94,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=0.2)
     parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--count", type=int, default=1)
     arguments = parser.parse_args()
-    asyncio.run(serve(FakeEngine(seconds=arguments.seconds, tokens=arguments.tokens), arguments.port))
+    fakes = [FakeEngine(seconds=arguments.seconds, tokens=arguments.tokens) for _ in range(arguments.count)]
+    asyncio.run(serve(fakes, arguments.port))
 
 
 if __name__ == "__main__":

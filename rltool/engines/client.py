@@ -264,11 +264,14 @@ class EngineClient:
         timeout: float,
         answered_by: set[str] | None = None,
         headers: Mapping[str, str] | None = None,
+        asked: HttpRequest | None = None,
+        check: Callable[[Completion], None] = lambda _: None,
     ) -> Completion:
         """One completion, told to `stream` as its tokens come; all at once where this endpoint has no streams. Sent
-        once. Raises what `generate` does, also after some tokens have come."""
+        once. Raises what `generate` does, also after some tokens have come. asked: what is sent in place of the
+        dialect's own request for a stream; check: raises for a piece that `stream` must not be told."""
         engine_dialect = _dialect_of(endpoint)
-        http = engine_dialect.stream(request)
+        http = asked or engine_dialect.stream(request)
         if http is None:
             [whole] = await self.generate(
                 endpoint, request, timeout=timeout, attempts=1, answered_by=answered_by, headers=headers
@@ -285,7 +288,9 @@ class EngineClient:
                     read_reply(what, http, response.status, await read_body(response, what, CONTROL_REPLY_BYTES))
                 async for event in events_of(response, what, request.reply_bytes):
                     with making_sense_of(f"the stream of {endpoint.url}"):
-                        stream.take(engine_dialect.parse_event(request, event, stream))
+                        piece = engine_dialect.parse_event(request, event, stream)
+                    check(piece)
+                    stream.take(piece)
                     if len(stream.token_ids) > request.sampling.max_tokens:
                         raise EngineError(f"{what}: a stream with more than max_tokens")
         except TimeoutError as error:

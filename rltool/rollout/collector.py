@@ -149,6 +149,8 @@ class Collector:
         self._changed = asyncio.Event()
         self._requested = False
         self._ages_due = False  # whether a ready group may be too old for the next batch
+        self._set_aside: dict[int, Group] = {}  # that were made partial since the last look at those
+        self._looked: tuple[int | None, bool] | None = None  # version and request at the last look at all of them
         self._stopped = False
         self._failure: BaseException | None = None
         self._since = _Since(clock())
@@ -231,12 +233,17 @@ class Collector:
             return
         is_open = self.versions.published is not None and (self._requested or self.policy.max_staleness > 0)
         counts = self.ledger.counts()
+        now = self.versions.published, self._requested
         if is_open and counts["partial"]:
-            for group in self.ledger.groups(GroupState.PARTIAL):
+            # Those that wait are not all looked at by each group that ends.
+            news = sorted(self._set_aside.items()) if now == self._looked else None
+            found = [group for _, group in news] if news is not None else self.ledger.groups(GroupState.PARTIAL)
+            self._looked, self._set_aside = now, {}
+            for group in found:
                 # One that was put aside goes on under the next weights, or it would be sampled further under those it
                 # was cut off at.
                 waits = group.put_aside_at == self.versions.published and not self._requested
-                if group.id not in self._tasks and not waits:
+                if group.state is GroupState.PARTIAL and group.id not in self._tasks and not waits:
                     self._start(group)
         capacity = self.policy.capacity(
             published=self.versions.published,
@@ -294,6 +301,7 @@ class Collector:
         del self._tasks[group.id]
         self._scoring.discard(group.id)
         self._putting_aside.discard(group.id)
+        self._note_partial(group)
         self._changed.set()
         try:
             self._admit()
@@ -383,20 +391,21 @@ class Collector:
         self.delivered += 1
         for group in batch:
             self._move(group, GroupState.IN_HAND)
-        for number in choice.surplus:
-            self._drop(live[number], "surplus")
+        self._drop_surplus([live[number] for number in choice.surplus])
         if choice.interrupt:
             self._put_aside([live[number] for number in choice.interrupt])
         return batch
 
-    def _drop(self, group: Group, reason: str) -> None:
-        """A group that lost the race for a batch; its task, if any, ends."""
-        self._since.dropped[reason] += 1
-        task = self._tasks.get(group.id)
-        self._move(group, GroupState.DROPPED, reason)
-        if task is not None:
+    def _drop_surplus(self, groups: Sequence[Group]) -> None:
+        """They lost the race for a batch; their tasks, if any, end. One abort for all: each is calls to engines."""
+        tasks = {group.id: task for group in groups if (task := self._tasks.get(group.id)) is not None}
+        for group in groups:
+            self._since.dropped["surplus"] += 1
+            self._move(group, GroupState.DROPPED, "surplus")
+        for task in tasks.values():
             task.cancel()
-            self._background.start(self._work.abort((group.id,)), f"aborting group {group.id}")
+        if tasks:
+            self._background.start(self._work.abort(tasks.keys()), "aborting surplus groups")
 
     def _put_aside(self, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -429,7 +438,12 @@ class Collector:
         if group.state is GroupState.DROPPED:  # dropped while its task was ending
             return
         self.ledger.move(group, state, reason=reason)
+        self._note_partial(group)
         self._on_event()
+
+    def _note_partial(self, group: Group) -> None:
+        if group.state is GroupState.PARTIAL:
+            self._set_aside[group.id] = group
 
 
 def sampled_tokens(group: Group) -> int:

@@ -119,15 +119,14 @@ class GroupLedger:
     trained: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     _open: dict[int, Group] = field(default_factory=dict)
-    _states: Counter[GroupState] = field(default_factory=Counter)
-    """Of the open groups. Counted as they move: thousands of groups end in one batch, and each end looks here."""
+    _in: dict[GroupState, dict[int, Group]] = field(default_factory=lambda: {state: {} for state in OPEN_STATES})
+    """The open groups by state: thousands of them end in one batch, and each end looks here."""
 
     def issue(self, prompt: Prompt, *, samples_per_prompt: int, run_seed: int) -> Group:
         """A new group, RUNNING, under the next number."""
         samples = new_samples(self.issued, prompt, count=samples_per_prompt, run_seed=run_seed)
         group = Group(self.issued, prompt, samples)
-        self._open[group.id] = group
-        self._states[group.state] += 1
+        self._open[group.id] = self._in[group.state][group.id] = group
         self.issued += 1
         return group
 
@@ -139,14 +138,13 @@ class GroupLedger:
             or group.id in self._open
         ):
             raise IllegalMove(f"group {group.id} ({group.state}) cannot be restored")
-        self._open[group.id] = group
-        self._states[group.state] += 1
+        self._open[group.id] = self._in[group.state][group.id] = group
 
     def move(self, group: Group, state: GroupState, *, reason: str | None = None) -> None:
         """reason: why it is dropped; counted under it."""
         if self._open.get(group.id) is not group or state not in TRANSITIONS[group.state]:
             raise IllegalMove(f"group {group.id} cannot go from {group.state} to {state}")
-        self._states[group.state] -= 1
+        del self._in[group.state][group.id]
         group.state = state
         if state is GroupState.TRAINED:
             self.trained += 1
@@ -155,22 +153,24 @@ class GroupLedger:
             self.dropped[reason or "unnamed"] += 1
             del self._open[group.id]
         else:
-            self._states[state] += 1
+            self._in[state][group.id] = group
 
     def groups(self, *states: GroupState) -> list[Group]:
         """Open groups in these states (all open ones without any), by number."""
-        return [group for _, group in sorted(self._open.items()) if not states or group.state in states]
+        chosen = [self._in[state] for state in set(states or OPEN_STATES)]
+        return [group for _, group in sorted(item for groups in chosen for item in groups.items())]
 
     def counts(self) -> dict[str, int]:
         """Every term of the invariant."""
         ended = {"trained": self.trained, "dropped": self.dropped.total()}
-        return {"issued": self.issued, **{state.value: self._states[state] for state in OPEN_STATES}, **ended}
+        return {"issued": self.issued, **{state.value: len(self._in[state]) for state in OPEN_STATES}, **ended}
 
     def check(self) -> None:
         """AssertionError unless every group that was issued is in exactly one place."""
-        found = Counter(group.state for group in self._open.values())
-        assert found == +self._states, f"{dict(self._states)} groups were counted, but there are {dict(found)}"
         counts = self.counts()
+        found = Counter(group.state.value for group in self._open.values())
+        wrong = {state.value for state in OPEN_STATES if found[state.value] != counts[state.value]}
+        assert not wrong, f"{counts} groups were counted, but there are {dict(found)}"
         issued = counts.pop("issued")
         assert issued == sum(counts.values()), f"{issued} groups were issued, but {counts} are accounted for"
 

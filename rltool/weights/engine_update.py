@@ -336,7 +336,7 @@ class EngineUpdate:
         return supported.pause_mode(self.plan.pause_mode, info.dialect, info.engine_version, self.endpoint.role)
 
     def _pause(self) -> None:
-        if self.url not in self._fleet.syncable():
+        if not self._fleet.can_be_paused(self.url):
             engine = self._fleet.find(self.url)
             raise EngineError(f"it cannot be paused now: {engine.reason if engine else 'it has left the run'}")
         self._fleet.pause(self.url)

@@ -641,7 +641,7 @@ def aborted_ids(engine: FakeVllm) -> list[str]:
     return [name for recorded in engine.requests if recorded.path == ABORT for name in recorded.body["request_ids"]]
 
 
-def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two):
+def test_an_abort_by_group_reaches_each_engine_with_exactly_what_it_has_of_that_group(two):
     for engine in two:
         engine.seconds = LONG
 
@@ -654,7 +654,8 @@ def test_an_abort_by_group_reaches_every_engine_with_exactly_that_groups_ids(two
                 [completion] = await tasks[number]
                 assert completion.finish_reason == "abort" and completion.token_ids
             wanted = {f"generate-tokens-{request(n).request_id}" for n in (1, 2)}
-            assert all(set(aborted_ids(engine)) == wanted for engine in two)
+            told = [set(aborted_ids(engine)) for engine in two]
+            assert [len(ids) for ids in told] == [1, 1] and set.union(*told) == wanted
             assert not tasks[0].done() and not tasks[3].done()
             assert await r.plane.abort() == {}
             for number in (0, 3):

@@ -11,10 +11,13 @@ import pytest
 
 from rltool.engines.client import EngineClient
 from rltool.engines.fleet.fleet import State
+from rltool.engines.types import Completion, TokenStream
 from rltool.errors import EngineRejected
 from tests import fleets
 from tests.contract.fakes.vllm import FakeVllm
 from tests.contract.test_data_plane import GENERATE, LONG, Rig, aborted_ids, request, until
+
+PLUGIN = "/rltool/generate"
 
 
 @pytest.fixture
@@ -52,7 +55,7 @@ def run(scenario, *engines: FakeVllm, **options) -> None:
 
 
 def calls(engine: FakeVllm) -> list[dict]:
-    return [recorded.body for recorded in engine.requests if recorded.path == GENERATE]
+    return [recorded.body for recorded in engine.requests if recorded.path in (GENERATE, PLUGIN)]
 
 
 def test_each_sample_passes_through_both_and_is_the_one_that_a_single_engine_samples(stack, pair):
@@ -139,18 +142,74 @@ def test_a_cache_that_a_sync_overtook_is_not_used_and_no_engine_is_blamed(pair):
     run(scenario, prefill, decode)
 
 
-def test_a_sample_of_other_weights_than_its_cache_is_not_used(pair):
-    """A request that reaches the decode engine only after the sync is not aborted."""
+def test_a_stream_comes_as_the_second_of_them_makes_it(stack, pair):
     prefill, decode = pair
-    decode.delay(GENERATE, 0.3)
+    alone = stack.enter_context(FakeVllm())
+    decode.seconds = 3.0
+    pieces: list[Completion] = []
 
     async def scenario(r: Paired) -> None:
-        task = asyncio.create_task(r.plane.generate(request()))
+        fleets.describe(r.fleet, decode.url, endpoint={"plugin": True})
+        task = asyncio.create_task(r.plane.generate(request(7, tokens=50), stream=TokenStream(pieces.append)))
+        await until(lambda: len(pieces) > 1, "tokens come")
+        assert not task.done() and not calls(prefill)[0].get("stream") and calls(decode)[0]["stream"]
+        [found] = await asyncio.wait_for(task, LONG)
+        async with EngineClient() as client:
+            [wanted] = await client.generate(
+                Rig(client, [alone]).endpoints[alone.url], request(7, tokens=50), timeout=LONG
+            )
+        assert found.token_ids == wanted.token_ids and found.logprobs == wanted.logprobs
+        assert [token for piece in pieces for token in piece.token_ids] == list(found.token_ids)
+        assert len(decode.fetched) == 1
+
+    run(scenario, prefill, decode)
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "late", "broken"])
+def test_a_stream_that_ends_early_leaves_nothing_behind_and_what_came_is_kept(pair, ends):
+    prefill, decode = pair
+    decode.seconds = LONG
+    pieces: list[Completion] = []
+
+    async def scenario(r: Paired) -> None:
+        fleets.describe(r.fleet, decode.url, endpoint={"plugin": True})
+        task = asyncio.create_task(r.plane.generate(request(tokens=3000), stream=TokenStream(pieces.append)))
+        await until(lambda: len(pieces) > 1, "tokens come")
+        if ends == "cancelled":
+            task.cancel()
+        elif ends == "broken":
+            decode.drop_connections()
+        [found] = await asyncio.wait_for(asyncio.gather(task, return_exceptions=True), LONG / 2)
+        if ends == "cancelled":
+            assert isinstance(found, asyncio.CancelledError)
+        else:
+            assert found[0].finish_reason == "abort"
+            assert [token for piece in pieces for token in piece.token_ids] == list(found[0].token_ids)
+        await until(lambda: decode.batch.running == 0, "the engine hears of it")
+        assert (len(calls(prefill)), len(calls(decode)), r.plane.in_flight) == (1, 1, 0)
+        incidents = {member.url: member.incidents for member in r.fleet.members()}
+        assert incidents == {prefill.url: 0, decode.url: int(ends != "cancelled")}
+
+    run(scenario, prefill, decode, deadline=2.0 if ends == "late" else LONG)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_sample_of_other_weights_than_its_cache_is_not_used(pair, streamed):
+    """A request that reaches the decode engine only after the sync is not aborted."""
+    prefill, decode = pair
+    decode.delay(PLUGIN, 0.3)
+    pieces: list[Completion] = []
+
+    async def scenario(r: Paired) -> None:
+        fleets.describe(r.fleet, decode.url, endpoint={"plugin": True})
+        stream = TokenStream(pieces.append) if streamed else None
+        task = asyncio.create_task(r.plane.generate(request(), stream=stream))
         await until(lambda: len(calls(decode)) == 1, "the decode is asked")
         r.sync(1)
         [completion] = await asyncio.wait_for(task, LONG)
         assert len(calls(prefill)) == len(calls(decode)) == 2
         assert {span.version for span in completion.versions} == {decode.version}
+        assert sum(len(piece.token_ids) for piece in pieces) == len(completion.token_ids) * streamed
         assert all(member.incidents == 0 for member in r.fleet.members())
 
     run(scenario, prefill, decode)

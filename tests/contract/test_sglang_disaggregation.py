@@ -20,7 +20,7 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.canary import canary
 from rltool.engines.fleet.fleet import State
-from rltool.engines.types import Completion
+from rltool.engines.types import Completion, TokenStream
 from rltool.errors import EngineError
 from rltool.weights.sync_report import WeightSyncFailed
 from tests import fleets
@@ -93,29 +93,37 @@ def test_both_are_asked_at_once_and_meet_in_a_room_of_each_sample(run, stack, pa
     run(scenario, prefill, decode)
 
 
-def test_a_sync_aborts_both_and_what_was_sampled_is_kept(run, pair):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_sync_aborts_both_and_what_was_sampled_is_kept(run, pair, streamed):
     decode = pair[1]
     decode.seconds = LONG
+    pieces: list[Completion] = []
 
     async def scenario(r: Paired) -> None:
         before = str(r.book.lineage.version(0))
-        task = asyncio.create_task(r.plane.generate(request(tokens=100), group=3))
+        stream = TokenStream(pieces.append) if streamed else None
+        task = asyncio.create_task(r.plane.generate(request(tokens=100), group=3, stream=stream))
         await until(lambda: decode.batch.running == 1, "it is being sampled")
+        await until(lambda: len(pieces) > 1 or not streamed, "tokens come as they are made")
         for engine in pair:
             await r.plane._client.run(r.endpoints[engine.url], dialect("sglang").pause("abort"), timeout=LONG)
         [completion] = await asyncio.wait_for(task, LONG)
         assert completion.finish_reason == "abort" and completion.token_ids
         assert {span.version for span in completion.versions} == {before}
+        assert sum(len(piece.token_ids) for piece in pieces) == len(completion.token_ids) * streamed
 
     run(scenario, *pair)
 
 
-def test_what_was_sampled_with_other_weights_than_both_had_is_sampled_again_and_nobody_is_blamed(run, pair):
+@pytest.mark.parametrize("streamed", [False, True])
+def test_what_was_sampled_with_other_weights_than_both_had_is_sampled_again_and_nobody_is_blamed(run, pair, streamed):
     prefill, decode = pair
+    pieces: list[Completion] = []
     decode.batch.freeze()  # it holds requests back until it is resumed
 
     async def scenario(r: Paired) -> None:
-        task = asyncio.create_task(r.plane.generate(request()))
+        stream = TokenStream(pieces.append) if streamed else None
+        task = asyncio.create_task(r.plane.generate(request(), stream=stream))
         await until(lambda: decode.seen[GENERATE] == 1 and prefill.seen[GENERATE] == 1, "both are asked")
         # Its word alone, as of a sync that went on while the fleet was told nothing: the fleet withdraws nothing here.
         decode.weight_version = prefill.weight_version = str(r.book.begin(1))
@@ -125,7 +133,8 @@ def test_what_was_sampled_with_other_weights_than_both_had_is_sampled_again_and_
         assert all(member.incidents == 0 for member in r.fleet.members())
         decode.weight_version = prefill.weight_version = str(r.book.lineage.version(0))
         decode._changed()
-        assert await asyncio.wait_for(task, LONG)
+        [completion] = await asyncio.wait_for(task, LONG)
+        assert sum(len(piece.token_ids) for piece in pieces) == len(completion.token_ids) * streamed
 
     run(scenario, *pair)
 

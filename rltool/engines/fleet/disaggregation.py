@@ -28,7 +28,15 @@ from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import Fleet, Member
 from rltool.engines.fleet.state import State
 from rltool.engines.replies import making_sense_of
-from rltool.engines.types import HALVES, SEED_MODULUS, TEXT_ALONE, Completion, GenerateRequest, HttpRequest
+from rltool.engines.types import (
+    HALVES,
+    SEED_MODULUS,
+    TEXT_ALONE,
+    Completion,
+    GenerateRequest,
+    HttpRequest,
+    TokenStream,
+)
 from rltool.errors import EngineError, EngineRejected, UsageError
 from rltool.processes.tasks import all_of
 
@@ -69,9 +77,9 @@ def pairs(fleet: Fleet) -> dict[str, list[str]]:
 
 async def generate(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, *, timeout: float,
-    may_decode: Callable[[], bool] = lambda: True, version: str | None = None,
+    may_decode: Callable[[], bool] = lambda: True, version: str | None = None, stream: TokenStream | None = None,
 ) -> list[Completion]:  # fmt: skip
-    """request.n completions; each call is made once.
+    """request.n completions; each call is made once. stream: of a request with n = 1, told of its tokens as they come.
 
     timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
     calls, fails, and where a sample has other weights than `version`, those of both when this was called.
@@ -83,8 +91,8 @@ async def generate(
 
     def sample(one: GenerateRequest) -> Coroutine[Any, Any, Completion]:
         if _pairing_of(decode) == "side_by_side":
-            return _side_by_side(client, prefill, decode, one, timeout, version)
-        return _in_turn(client, prefill, decode, one, timeout, may_decode, version)
+            return _side_by_side(client, prefill, decode, one, timeout, version, stream)
+        return _in_turn(client, prefill, decode, one, timeout, may_decode, version, stream)
 
     return await all_of(sample(one) for one in one_by_one(request))
 
@@ -158,20 +166,42 @@ async def _prefill(client: EngineClient, engine: EngineEndpoint, request: HttpRe
 
 async def _in_turn(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
-    may_decode: Callable[[], bool], version: str | None,
+    may_decode: Callable[[], bool], version: str | None, stream: TokenStream | None,
 ) -> Completion:  # fmt: skip
     engine_dialect = dialect(decode.dialect or "", plugin=bool(decode.plugin))
     loop = asyncio.get_running_loop()
     ends = loop.time() + timeout
     [second] = engine_dialect.generate(request)
-    second = decode_request(second, await _prefill(client, prefill, prefill_request(second), timeout))
+    first = await _prefill(client, prefill, prefill_request(second), timeout)
     if not may_decode():
         raise CacheOutdated(f"{prefill.url} or {decode.url} left service between prefill and decode")
-    done = await _once(client, decode, second, max(ends - loop.time(), 0.001))
+
+    def with_cache(http: HttpRequest) -> HttpRequest:
+        return decode_request(http, first)
+
+    # A request that is on its way when a sync begins is not there to be aborted, and finds the cache after it.
+    check = _check(version, prefill, decode)
+    return await _decoded(client, decode, request, with_cache, max(ends - loop.time(), 0.001), check, stream)
+
+
+async def _decoded(
+    client: EngineClient, decode: EngineEndpoint, request: GenerateRequest,
+    with_cache: Callable[[HttpRequest], HttpRequest], timeout: float, check: Callable[[Completion], None],
+    stream: TokenStream | None,
+) -> Completion:  # fmt: skip
+    """The sample of the engine that decodes, as a stream where it has them. with_cache: adds where the cache is."""
+    engine_dialect = dialect(decode.dialect or "", plugin=bool(decode.plugin))
+    streamed = engine_dialect.stream(request) if stream is not None else None
+    if stream is not None and streamed is not None:
+        return await client.stream(decode, request, stream, timeout=timeout, asked=with_cache(streamed), check=check)
+    [http] = engine_dialect.generate(request)
+    done = await _once(client, decode, with_cache(http), timeout)
     with making_sense_of(f"generation at {decode.url}"):
         [completion] = engine_dialect.parse_generate(request, [done])
-    # A request that is on its way when a sync begins is not there to be aborted, and finds the cache after it.
-    return _sampled_with(version, completion, prefill, decode)
+    check(completion)
+    if stream is not None:
+        stream.take(completion)
+    return completion
 
 
 def prefill_request(decode: HttpRequest) -> HttpRequest:
@@ -198,26 +228,41 @@ def decode_request(decode: HttpRequest, reply: Any) -> HttpRequest:
 
 async def _side_by_side(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, timeout: float,
-    version: str | None,
+    version: str | None, stream: TokenStream | None,
 ) -> Completion:  # fmt: skip
-    engine_dialect = dialect(decode.dialect or "")
-    [both] = engine_dialect.generate(request)
+    [both] = dialect(decode.dialect or "").generate(request)
     both = _meeting(both, urlsplit(prefill.url).hostname, prefill.bootstrap_port)
-    _, done = await all_of([_prefill(client, prefill, both, timeout), _once(client, decode, both, timeout)])
-    with making_sense_of(f"generation at {decode.url}"):
-        [completion] = engine_dialect.parse_generate(request, [done])
-    return _sampled_with(version, completion, prefill, decode)
+    room = {name: both.body[name] for name in ROOM}
 
+    def there(http: HttpRequest) -> HttpRequest:
+        return replace(http, body=http.body | room)
 
-def _sampled_with(
-    version: str | None, completion: Completion, prefill: EngineEndpoint, decode: EngineEndpoint
-) -> Completion:
-    if version is not None and any(span.version != version for span in completion.versions):
-        raise CacheOutdated(f"{decode.url} sampled with other weights than those that {prefill.url} was asked with")
+    check = _check(version, prefill, decode)
+    _, completion = await all_of(
+        [
+            _prefill(client, prefill, both, timeout),
+            _decoded(client, decode, request, there, timeout, check, stream),
+        ]
+    )
     return completion
+
+
+def _check(version: str | None, prefill: EngineEndpoint, decode: EngineEndpoint) -> Callable[[Completion], None]:
+    """CacheOutdated for a sample, or a piece of one, that was sampled with other weights."""
+
+    def check(completion: Completion) -> None:
+        if version is not None and any(span.version != version for span in completion.versions):
+            raise CacheOutdated(
+                f"{decode.url} sampled with other weights than those that {prefill.url} was asked with"
+            )
+
+    return check
+
+
+ROOM = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 
 def _meeting(request: HttpRequest, host: str | None, port: int | None) -> HttpRequest:
     """In a room of its own; a room is a 63-bit number."""
-    room = {"bootstrap_host": host, "bootstrap_port": port or BOOTSTRAP_PORT, "bootstrap_room": secrets.randbits(63)}
+    room = dict(zip(ROOM, (host, port or BOOTSTRAP_PORT, secrets.randbits(63)), strict=True))
     return replace(request, body=request.body | room)

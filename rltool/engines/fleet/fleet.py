@@ -44,8 +44,7 @@ from rltool.engines.weight_version import WeightVersion
 __all__ = ["TRANSITIONS", "Fleet", "FleetPolicy", "IllegalTransition", "Member", "State", "Transition", "WeightVersion"]
 
 
-_DECISIVE = ("state", "version", "endpoint")
-"""Of a member: what decisions about requests rest on."""
+_PAUSABLE = (State.READY, State.STALE, State.ASLEEP)
 
 
 class Fleet:
@@ -61,8 +60,8 @@ class Fleet:
         self.version: WeightVersion | None = None
         self.clock = clock
         self.revision = 0
-        """Changes with each engine that joins or leaves, and with each one's state, version and address: what was
-        decided by these is decided anew only then."""
+        """Changes with each engine that joins, leaves or has another address, and with state and version of those that
+        serve: who may have a request is decided anew only then. In a sync hundreds change, one after the other."""
         self._members: dict[str, Member] = {}
         self._transitions: list[Transition] = []
 
@@ -90,9 +89,14 @@ class Fleet:
     def syncable(self) -> tuple[str, ...]:
         """Engines that take weights and can be paused for a sync now: the members of the next transfer group. Those
         that are asleep wake up in it; those that are put off are among them only where there are no others."""
-        there = [m for m in self.members(State.READY, State.STALE, State.ASLEEP) if m.takes_weights]
+        there = [m for m in self.members(*_PAUSABLE) if m.takes_weights]
         now = self.clock()
         return tuple(m.url for m in [m for m in there if m.put_off_until <= now] or there)
+
+    def can_be_paused(self, url: str) -> bool:
+        """Whether a sync that has begun with this engine may go on with it."""
+        member = self._members.get(url)
+        return member is not None and member.takes_weights and member.state in _PAUSABLE
 
     def to_probe(self) -> tuple[str, ...]:
         """Engines to be probed every `probe_seconds`. The paused, the sleeping and the leaving are left alone."""
@@ -114,6 +118,11 @@ class Fleet:
         """What happened since the last call, oldest first."""
         taken, self._transitions = tuple(self._transitions), []
         return taken
+
+    @property
+    def has_transitions(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._transitions)
 
     # -- commands: membership
 
@@ -405,8 +414,10 @@ class Fleet:
     def _update(self, member: Member, **changes: object) -> Member:
         before, changed = self._members[member.url], replace(member, **changes)
         self._members[member.url] = changed
-        if not changes.keys().isdisjoint(_DECISIVE):
-            self.revision += any(getattr(changed, name) != getattr(before, name) for name in _DECISIVE)
+        serves = State.READY in (before.state, changed.state)
+        moved = (before.state, before.version) != (changed.state, changed.version)
+        readdressed = changed.endpoint is not before.endpoint and changed.endpoint != before.endpoint
+        self.revision += (serves and moved) or readdressed
         return changed
 
     def _move(self, url: str, state: State, reason: str, **changes: object) -> None:

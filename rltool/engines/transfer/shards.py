@@ -192,7 +192,7 @@ def boxes_metas(boxes: Mapping[str, Box], dtypes: Mapping[str, str]) -> Bucket:
 
 
 def sends_bytes(sends: Sends, dtypes: Mapping[str, str]) -> int:
-    """Of all messages."""
+    """Of all messages. dtypes: by tensor."""
     return sum(wire.bucket_bytes(message_metas(pieces, dtypes)) for pieces in sends)
 
 

@@ -22,7 +22,7 @@ engine is reported stale, the event is counted, and the request is sent again.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -160,7 +160,8 @@ class DataPlane:
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
         self._failed_engines: set[str] = set()
-        self._ids: dict[str, tuple[int | None, list[str]]] = {}
+        self._ids: dict[str, tuple[int | None, list[str], list[str]]] = {}
+        """Of each request in flight its group, its names at engines, and those that have it: [] behind a router."""
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
         """A cancelled request is dropped when its turn comes."""
         self._granted = 0
@@ -271,20 +272,24 @@ class DataPlane:
         """Abort this run's requests (those of `groups`) at every engine (that of URL `at`), directly: a router forwards
         no abort. They return with what they have, finish_reason "abort". Returns URL -> reason for failures.
 
-        Every engine is sent all ids: which of them a router sent where is not known, and an unknown id is ignored.
+        Each engine is sent the ids of what it has: all to all would be the square of a fleet. Behind a router it is
+        not known who has what, so there every engine is sent all; an unknown id is ignored.
         """
-        ids = [name for group, names in self._ids.values() if groups is None or group in groups for name in names]
-        if not ids:
-            return {}
+        ids: defaultdict[str | None, list[str]] = defaultdict(list)
+        for group, names, urls in self._ids.values():
+            if groups is None or group in groups:
+                for url in urls or (None,):
+                    ids[url] += names
+        anywhere = ids.pop(None, [])
         failures: dict[str, str] = {}
 
         async def abort(url: str, endpoint: EngineEndpoint) -> None:
             try:
-                await self._client.abort(endpoint, ids, timeout=ABORT_SECONDS)
+                await self._client.abort(endpoint, [*anywhere, *ids[url]], timeout=ABORT_SECONDS)
             except EngineError as error:
                 failures[url] = str(error)
 
-        members = [member for member in self._fleet.members() if at in (None, member.url)]
+        members = [m for m in self._fleet.members() if at in (None, m.url) and (anywhere or m.url in ids)]
         await asyncio.gather(*(abort(member.url, member.endpoint) for member in members))
         return failures
 
@@ -445,14 +450,11 @@ class DataPlane:
                 attempt.endpoint, request, timeout=self._deadline, attempts=1, answered_by=attempt.answered_by,
                 headers=headers,
             )  # fmt: skip
-        completions = await disaggregation.generate(
-            self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline,
+        return await disaggregation.generate(
+            self._client, prefill.endpoint, engine.endpoint, request, timeout=self._deadline, stream=stream,
             may_decode=lambda: self._is_unmoved(engine) and self._is_unmoved(prefill),
             version=str(engine.version) if engine.version is not None else None,
         )  # fmt: skip
-        if stream is not None:
-            stream.take(completions[0])
-        return completions
 
     def _is_unmoved(self, engine: Member) -> bool:
         """Whether it has been in the same state since then."""
@@ -529,7 +531,7 @@ class DataPlane:
     def _named(self, attempt: Attempt, request: GenerateRequest, group: int | None) -> Iterator[None]:
         parts = disaggregation.one_by_one(request) if attempt.prefill else [request]
         names = [name for part in parts for name in self._client.request_ids(attempt.endpoint, part)]
-        self._ids[request.request_id] = (group, names)
+        self._ids[request.request_id] = (group, names, [engine.url for engine in attempt.engines])
         try:
             yield
         finally:

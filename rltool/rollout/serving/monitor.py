@@ -159,7 +159,8 @@ class FleetMonitor:
                 self._fleet.request_failed(url, f"canary request: {error}", sent_at=sent_at)
         else:
             self._fleet.request_succeeded(url, sent_at=sent_at)
-        await self.carry_out()
+        if self._fleet.has_transitions:  # idle fleets have one from each engine at once, and this looks at all of them
+            await self.carry_out()
 
     async def _has_a_queue(self, endpoint: EngineEndpoint) -> bool:
         try:

@@ -96,7 +96,7 @@ class Agreement:
             store.set(shards.sends_key(worker), shards.sends_text(sends))
         dtypes = {meta.name: meta.dtype for bucket in part.whole_buckets for meta in bucket}
         self.sizes = [
-            sum(wire.bucket_bytes(shards.message_metas(sends[number], dtypes)) for sends in self.sends)
+            shards.sends_bytes([sends[number] for sends in self.sends], dtypes)
             for number in range(len(part.whole_buckets))
         ]
 

@@ -33,7 +33,7 @@ class Gateway:
 
     directory: Path
     tokenizer: Path
-    engines: Sequence[ScriptedVllm | FakeSglang]
+    engines: Sequence[ScriptedVllm | FakeSglang | EngineEndpoint]
     options: dict[str, Any] = field(default_factory=dict)
     port: int = 0
     policy: FleetPolicy = POLICY
@@ -52,7 +52,9 @@ class Gateway:
             max_model_len=self.max_model_len,
             tokenizer=self.tokenizer,
             endpoints=tuple(
-                EngineEndpoint(url=e.url, dialect=self.dialect, plugin=self.plugin, key_file=self.engine_key)
+                e
+                if isinstance(e, EngineEndpoint)
+                else EngineEndpoint(url=e.url, dialect=self.dialect, plugin=self.plugin, key_file=self.engine_key)
                 for e in self.engines
             ),
             sessions=self.directory / "sessions",

@@ -228,6 +228,8 @@ OF_SEVERAL_TURNS = {"credit", "turn_gamma"}
 """Change nothing where a sample has one turn, as those here: tests/unit/rollout/test_turn_credit.py."""
 OF_MIXTURES = {"routing_replay"}
 """Changes which experts compute: tests/e2e/test_routing_replay.py."""
+OF_KERNELS = {"exact"}
+"""Changes which kernels compute: tests/e2e/test_megatron_trainer.py, tests/gpu/test_exact.py."""
 
 
 KL = {"kind": "loss", "coef": 0.1}
@@ -264,7 +266,7 @@ EFFECTS_IN_TABLES = {
 
 
 def test_every_setting_has_its_case_below():
-    elsewhere = OF_THE_TEACHERS_TOKENS | OF_MIXTURES
+    elsewhere = OF_THE_TEACHERS_TOKENS | OF_MIXTURES | OF_KERNELS
     assert set(AlgorithmConfig.model_fields) == set(EFFECTS) | elsewhere
     tables = [kind for name in AlgorithmConfig.model_fields for kind in variants(AlgorithmConfig, name).values()]
     in_tables = {name for kind in tables for name in kind.model_fields} - {"kind", "function", "options"}

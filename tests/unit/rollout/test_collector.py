@@ -586,7 +586,7 @@ def test_a_group_that_is_dropped_before_its_task_has_begun_leaves_nothing_behind
         collector = make(Work(Versions()), AdmissionPolicy(batch=2))
         group = collector.ledger.issue(Prompt(0, (1, 2), "p0"), samples_per_prompt=2, run_seed=7)
         collector._run_task(group)
-        collector._drop(group, "surplus")
+        collector._drop_surplus([group])
         async with asyncio.timeout(30.0):
             while collector._tasks:
                 await asyncio.sleep(0)
