@@ -13,6 +13,7 @@ import stat
 import subprocess
 import time
 from contextlib import suppress
+from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 
@@ -25,18 +26,48 @@ from rltool.cli import load_command
 HARDWARE = Path(__file__).resolve().parents[3] / "recipes" / "hardware"
 SCRIPT = (HARDWARE / "slurm.sh").read_text()
 MANIFESTS = list(yaml.safe_load_all((HARDWARE / "kubernetes.yaml").read_text()))
+RAY_JOB = yaml.safe_load((HARDWARE / "kuberay.yaml").read_text())
 KUBERNETES = ("1.30", "1.37")
 """The oldest release that is compared, and the newest whose schemas the package has."""
 
 
+RAY_JOB_FIELDS = {"entrypoint", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
+RAY_CLUSTER_FIELDS = {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+GROUP_FIELDS = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
+"""Of KubeRay's ray.io/v1 (ray-operator/apis/ray/v1), those that are used; no package has its schemas."""
+
+
+def ray_groups() -> list[dict]:
+    cluster = RAY_JOB["spec"]["rayClusterSpec"]
+    return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
 def pods() -> list[dict]:
-    return [manifest["spec"]["template"] for manifest in MANIFESTS if "template" in manifest["spec"]]
+    own = [manifest["spec"]["template"] for manifest in MANIFESTS if "template" in manifest["spec"]]
+    return own + [group["template"] for group in ray_groups()]
+
+
+def test_ranks_of_kuberay_have_whole_hosts_and_the_ray_that_is_installed():
+    """Every host has what a rank reads and writes: pods of head and workers are the same."""
+    spec, (head, *workers) = RAY_JOB["spec"], ray_groups()
+    assert (RAY_JOB["apiVersion"], RAY_JOB["kind"]) == ("ray.io/v1", "RayJob")
+    assert spec.keys() == RAY_JOB_FIELDS and spec["rayClusterSpec"].keys() == RAY_CLUSTER_FIELDS
+    assert all(group.keys() == GROUP_FIELDS for group in workers)
+    assert all(group["replicas"] == group["minReplicas"] == group["maxReplicas"] for group in workers)
+    assert all(group["template"] == head["template"] for group in workers)
+    assert spec["rayClusterSpec"]["rayVersion"] == version("ray")
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "host"}, **head["template"]}
+    for release in KUBERNETES:
+        kubernetes_validate.validate(pod, release, strict=True)
+    engines = next(manifest for manifest in MANIFESTS if manifest["kind"] == "StatefulSet")
+    addresses = ",".join(f"engines-{i}.engines:8101" for i in range(engines["spec"]["replicas"]))
+    assert f"--rollout-external {addresses} " in spec["entrypoint"]
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=lambda manifest: manifest["kind"])
 def test_a_manifest_names_itself_and_what_it_selects(manifest):
-    for version in KUBERNETES:
-        kubernetes_validate.validate(manifest, version, strict=True)
+    for release in KUBERNETES:
+        kubernetes_validate.validate(manifest, release, strict=True)
     assert re.fullmatch(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?", manifest["metadata"]["name"])
     if manifest["kind"] == "StatefulSet":
         spec = manifest["spec"]
@@ -74,8 +105,11 @@ def test_what_a_container_mounts_is_a_volume_of_its_pod(pod):
 def commands() -> list[list[str]]:
     """Words of every rltool command in manifests and script."""
     found = [line[line.index("rltool ") :] for line in SCRIPT.splitlines() if "rltool train" in line]
+    found.append(RAY_JOB["spec"]["entrypoint"])
     for pod in pods():
         (container,) = pod["spec"]["containers"]
+        if "command" not in container:  # KubeRay's own, `ray start`
+            continue
         words = [*container["command"], *container["args"]]
         found.append(words[-1].partition("exec ")[2] if words[0] == "sh" else shlex.join(words))
     return [shlex.split(command) for command in found]
@@ -91,7 +125,7 @@ def test_every_command_parses(words):
 def test_the_script_is_one_for_the_shell():
     done = subprocess.run([shutil.which("bash") or "bash", "-n"], input=SCRIPT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert len(commands()) == 3
+    assert len(commands()) == 4
 
 
 FAKES = {
