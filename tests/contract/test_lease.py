@@ -24,7 +24,7 @@ from rltool.engines.fleet.lease import ask_lease, has_died, holder_of_this_proce
 from rltool.engines.fleet.resume import resume_engines
 from rltool.engines.types import EngineInfo, GenerateRequest, Holder, SamplingParams
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineConflict, EngineRejected, UsageError
+from rltool.errors import EngineConflict, EngineError, EngineRejected, UsageError
 from rltool.rollout.serving import lease as lease_module
 from rltool.rollout.serving.lease import EngineLeases, EngineTaken, LeaseExpired, LeaseTerms
 from rltool.training.checks.preflight import check_leases, foreign_weights, probe_fleet
@@ -188,6 +188,20 @@ def test_of_two_engines_with_one_leased_the_other_is_given_back_at_once(spellers
                 await leases.start()
             assert spellers[0].leases.lease().holder == A and spellers[1].leases.lease() is None
             assert leases.lost == {urls[0]}, "which gets no request"
+
+    asyncio.run(run())
+
+
+def test_a_sync_that_fails_in_a_run_that_leases_nothing_raises_its_own_error():
+    async def fails() -> None:
+        raise EngineError("it reached none")
+
+    async def run():
+        async with EngineClient(run=A.run) as client:
+            leases = EngineLeases(EngineSet(Fleet(), client), None, run=A.run)
+            await leases.start()
+            with pytest.raises(EngineError, match="it reached none"):
+                await leases.synced(fails)  # type: ignore[arg-type]
 
     asyncio.run(run())
 

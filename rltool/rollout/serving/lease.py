@@ -204,7 +204,8 @@ class EngineLeases:
 
     def _without_driver(self) -> str | None:
         """Why nobody is there any more for whom leases are renewed."""
-        assert self._terms is not None
+        if self._terms is None:  # nothing is leased
+            return None
         holder, now = self._terms.holder, self._clock()
         if has_died(holder):
             return f"{holder} has died"
