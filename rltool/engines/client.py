@@ -267,9 +267,9 @@ class EngineClient:
         asked: HttpRequest | None = None,
         check: Callable[[Completion], None] = lambda _: None,
     ) -> Completion:
-        """One completion, told to `stream` as its tokens come; all at once where this endpoint has no streams. Sent
+        """One completion, passed to `stream` as its tokens come; all at once where this endpoint has no streams. Sent
         once. Raises what `generate` does, also after some tokens have come. asked: what is sent in place of the
-        dialect's own request for a stream; check: raises for a piece that `stream` must not be told."""
+        dialect's own request for a stream; check: raises for a piece that is not to reach `stream`."""
         engine_dialect = _dialect_of(endpoint)
         http = asked or engine_dialect.stream(request)
         if http is None:

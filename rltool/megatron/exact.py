@@ -162,13 +162,9 @@ class _Norm(RMSNorm):
 
 
 class _GatedMLP(GatedMLP):
-    def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        gated, bias = self.linear_fc1(hidden_states)
-        if per_token_scale is not None or bias is not None:
-            raise NotImplementedError("a gated MLP with a bias or a scale per token")
-        return self.linear_fc2(cast(Tensor, _AsEngine.apply(_silu_and_mul, kernels.swiglu, gated)))
+    @staticmethod
+    def gate(x: Tensor) -> Tensor:
+        return cast(Tensor, _AsEngine.apply(_silu_and_mul, kernels.swiglu, x))
 
 
 def _silu_and_mul(x: Tensor) -> Tensor:

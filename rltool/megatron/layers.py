@@ -49,6 +49,8 @@ class GatedMLP(MLP):
     costs one small kernel to compute again: with `recompute_gated` it is not kept."""
 
     recompute_gated = False
+    gate: Callable[[Tensor], Tensor] = staticmethod(swiglu)
+    """[..., 2 * f] -> [..., f]."""
 
     def forward(
         self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
@@ -57,9 +59,9 @@ class GatedMLP(MLP):
         if per_token_scale is not None or bias is not None:
             raise NotImplementedError("a gated MLP with a bias or a scale per token")
         if not self.recompute_gated or not torch.is_grad_enabled():
-            return self.linear_fc2(swiglu(gated))
+            return self.linear_fc2(self.gate(gated))
         checkpoint = CheckpointWithoutOutput()
-        output, output_bias = self.linear_fc2(checkpoint.checkpoint(swiglu, gated))
+        output, output_bias = self.linear_fc2(checkpoint.checkpoint(self.gate, gated))
         checkpoint.discard_output_and_register_recompute(output)
         return output, output_bias
 

@@ -100,7 +100,8 @@ def plain_kernels() -> None:
 def case_exact(place, path, batch, exact):
     if exact:
         plain_kernels()
-    with closing(make_trainer(place, path, temperature=0.7, algorithm={"exact": exact})) as trainer:
+    options = {"algorithm": {"exact": exact}, "trainer": {"recompute": "selective" if exact else "none"}}
+    with closing(make_trainer(place, path, temperature=0.7, **options)) as trainer:
         [logprobs] = trainer.compute_logprobs([batch])
         trainer.forward_backward([batch], global_loss_tokens=batch.num_loss_tokens)
         gradients = {name: p.main_grad.clone() for name, p in trainer.gpt.named_parameters()}

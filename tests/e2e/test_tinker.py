@@ -222,6 +222,15 @@ def test_a_server_killed_twice_in_the_middle_gives_the_client_what_it_would_have
     assert json.loads(out.removeprefix("RESULT ")) == undisturbed
 
 
+def fill_after_a_step(client: subprocess.Popen[str], ballast: Path) -> None:
+    """Fills the file's disk once the client has made step 1."""
+    assert client.stderr is not None
+    next(line for line in client.stderr if line.startswith("step 1"))
+    with suppress(OSError), ballast.open("ab", 0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
 def test_on_a_disk_that_is_full_for_a_while_the_client_trains_as_it_would_have(model, tmp_path, undisturbed):
     """First it takes no call, then no snapshot of the rank."""
     server = Server(model, tmp_path, "tiny")
@@ -232,13 +241,7 @@ def test_on_a_disk_that_is_full_for_a_while_the_client_trains_as_it_would_have(m
         assert server.process is not None
         ballast = Path(f"/proc/{server.process.pid}/root{calls}/ballast")
         client = start_client(server, "alice", "steps")
-        assert client.stderr is not None
-        for line in client.stderr:
-            if line.startswith("step 1"):
-                with suppress(OSError), ballast.open("ab", 0) as file:
-                    while True:
-                        file.write(bytes(4096))
-                break
+        fill_after_a_step(client, ballast)
         reading = threading.Thread(target=client.stderr.read)
         reading.start()
         wait_for(lambda: "alice" in server.status()["refused"])
@@ -275,15 +278,9 @@ def test_a_server_that_is_killed_and_started_again_on_a_full_disk_serves_and_not
     try:
         ballast = Path(f"/proc/{shell.pid}/root{calls}/ballast")
         client = start_client(server, "alice", "steps")
-        assert client.stderr is not None
-        for line in client.stderr:
-            if line.startswith("step 1"):
-                with suppress(OSError), ballast.open("ab", 0) as file:
-                    while True:
-                        file.write(bytes(4096))
-                [first] = shell.children()
-                first.kill()
-                break
+        fill_after_a_step(client, ballast)
+        [first] = shell.children()
+        first.kill()
         reading = threading.Thread(target=client.stderr.read)
         reading.start()
         wait_for(lambda: shell.children() not in ([], [first]))

@@ -79,7 +79,7 @@ async def generate(
     client: EngineClient, prefill: EngineEndpoint, decode: EngineEndpoint, request: GenerateRequest, *, timeout: float,
     may_decode: Callable[[], bool] = lambda: True, version: str | None = None, stream: TokenStream | None = None,
 ) -> list[Completion]:  # fmt: skip
-    """request.n completions; each call is made once. stream: of a request with n = 1, told of its tokens as they come.
+    """request.n completions; each call is made once. stream: of a request with n = 1, receives its tokens as they come.
 
     timeout: seconds for both calls of a sample. CacheOutdated is raised where may_decode, asked between vLLM's two
     calls, fails, and where a sample has other weights than `version`, those of both when this was called.

@@ -222,7 +222,7 @@ class DataPlane:
     ) -> list[Completion]:
         """request.n completions by an engine that serves. group: a number under which `abort` finds the request; None:
         it is of an evaluation. Where requests of groups and of an evaluation wait for a slot, they take turns. trace:
-        filled in while the request is in flight. stream: of a request with n = 1, told of its tokens as they come;
+        filled in while the request is in flight. stream: of a request with n = 1, receives its tokens as they come;
         where an engine fails within it, what has come is returned as an aborted response.
 
         EngineRejected at once for a 4xx: repeating it cannot help. PoisonousRequest when it has failed three times,

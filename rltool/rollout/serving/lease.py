@@ -203,7 +203,7 @@ class EngineLeases:
             self._end(lost)
 
     def _without_driver(self) -> str | None:
-        """Why nobody is there any more for whom leases are renewed."""
+        """Why leases are not renewed any more: the driver has died or is silent; None: it lives."""
         if self._terms is None:  # nothing is leased
             return None
         holder, now = self._terms.holder, self._clock()
@@ -214,7 +214,7 @@ class EngineLeases:
         return None
 
     async def _give_back(self, url: str) -> None:
-        """The engine remains one that this run had: whoever takes it now ends this run."""
+        """Release the lease, and keep the engine among those held: a run that takes it now ends this one."""
         engine = self._fleet.find(url)
         if engine is not None:
             with suppress(EngineError):

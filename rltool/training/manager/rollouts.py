@@ -242,7 +242,7 @@ class Rollouts:
             with contextlib.suppress(Exception):  # of a manager that has died: the main thread says so
                 if sign is not None and is_ready(sign):
                     said, sign = sign, None
-                    ray.get(said)  # a failure that nobody reads, Ray would print
+                    ray.get(said)  # Ray prints a failure that is not read
                 if sign is None:
                     sign = self._actor.driver_is_there.remote()
 

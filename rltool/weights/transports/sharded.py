@@ -64,11 +64,11 @@ class Agreement:
         assert self._store is not None, "host comes first"
         return self._store
 
-    def host(self, told: Mapping[str, str] | None = None) -> Rendezvous:
-        """Listening from now on. told: what else the workers find there."""
+    def host(self, more: Mapping[str, str] | None = None) -> Rendezvous:
+        """Opens the store. more: further keys and values that workers read there."""
         options = self._options
         address, self._store = host_rendezvous(self._receiver.url, options.config, options.deadline)
-        for key, text in {shards.TENSORS: shards.buckets_text(self.part.whole_buckets), **(told or {})}.items():
+        for key, text in {shards.TENSORS: shards.buckets_text(self.part.whole_buckets), **(more or {})}.items():
             self._store.set(key, text)
         port, stores = self._store.port, {str(self.part.rank): (address, self._store.port)}
         ranks = self.part.layout.world_size
@@ -286,8 +286,8 @@ class ShardedIpcSender(IpcSender):
         self._buffer = ipc.ExportedBuffer(self._options.largest_bucket, self.device)
         memory = shards.Memory(self._options.gpu, ipc.host_id(), self._buffer.handle)
         lies = [{meta.name: part.boxes[meta.name] for meta in bucket} for bucket in part.buckets]
-        told = {shards.MEMORY: shards.memory_text(memory), shards.LIES: shards.lies_text(lies)}
-        return self._agreement.host(told)
+        more = {shards.MEMORY: shards.memory_text(memory), shards.LIES: shards.lies_text(lies)}
+        return self._agreement.host(more)
 
     def join(self, seconds: float) -> None:
         self._agreement.plan(by_reach=True)
