@@ -130,3 +130,24 @@ def metrics(runs: Path, run: str) -> list[dict]:
     """Records of training steps."""
     lines = (runs / run / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "train/grad_norm" in record]
+
+
+def steps_of(runs: Path, run: str) -> list[dict]:
+    """`metrics`, none where the run has written no step yet."""
+    return metrics(runs, run) if (runs / run / "metrics.jsonl").exists() else []
+
+
+@dataclass
+class BackgroundRun:
+    """runs: the directory of runs; out: where what it prints goes."""
+
+    runs: Path
+    run: str
+    process: subprocess.Popen[bytes]
+    out: Path
+
+    def said(self) -> str:
+        return " ".join(self.out.read_text().split())
+
+    def steps(self) -> list[dict]:
+        return steps_of(self.runs, self.run)

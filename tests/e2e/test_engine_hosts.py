@@ -10,7 +10,6 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.job import Job, write_job
-from tests.e2e.several_hosts import ENGINE_PORT, RemoteEngine, metrics, rltool, serve, write_key
+from tests.e2e.several_hosts import ENGINE_PORT, BackgroundRun, RemoteEngine, metrics, rltool, serve, write_key
 from tests.e2e.trainer_faults import ENDLESS
 from tests.hosts import Host, Hosts, require
 
@@ -86,7 +85,7 @@ class World:
         out = self.job.root / f"{run}.out"
         words = self.words(run, ENDLESS, *more, sets=sets)
         process = self.a.start(rltool(*words), env=self.environment(), cwd=self.job.root, out=out)
-        running = Running(self, run, process, out)
+        running = Running(self.job.runs, run, process, out, self)
         try:
             running.does(2)
             yield running
@@ -100,18 +99,8 @@ class World:
 
 
 @dataclass
-class Running:
+class Running(BackgroundRun):
     world: World
-    run: str
-    process: subprocess.Popen[bytes]
-    out: Path
-
-    def said(self) -> str:
-        return " ".join(self.out.read_text().split())
-
-    def steps(self) -> list[dict]:
-        there = (self.world.job.runs / self.run / "metrics.jsonl").exists()
-        return metrics(self.world.job.runs, self.run) if there else []
 
     def does(self, steps: int, seconds: float = SECONDS) -> list[dict]:
         """So many more, which are returned."""

@@ -6,7 +6,6 @@ No engine takes part: the head is on a, where commands are given, a rank on b an
 from __future__ import annotations
 
 import re
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import pytest
 
 from rltool.checkpoints.directory import latest_checkpoint, step_of
 from tests.e2e.job import Job, write_job
-from tests.e2e.several_hosts import Cluster, metrics
+from tests.e2e.several_hosts import BackgroundRun, Cluster, steps_of
 from tests.e2e.trainer_faults import ENDLESS, SETS
 from tests.hosts import Host, Hosts, require
 
@@ -50,27 +49,18 @@ class World:
     def begin(self, run: str, steps: int = ENDLESS, *, sets: Sequence[str] = BOTH, at: Host | None = None) -> Running:
         words = self.words(run, steps, sets=sets)
         out = self.job.root / f"{run}.out"
-        return Running(self, run, self.cluster.start(at or self.cluster.nodes[0], *words, out=out), out)
+        return Running(self.cluster.runs, run, self.cluster.start(at or self.cluster.nodes[0], *words, out=out), out)
 
     def steps(self, run: str) -> list[dict]:
-        return metrics(self.cluster.runs, run) if (self.cluster.runs / run / "metrics.jsonl").exists() else []
+        return steps_of(self.cluster.runs, run)
 
     def ranks_on(self, host: Host) -> list[str]:
         return re.findall(r"ray::TrainerActor", host.run(["ps", "ax", "-o", "args"]))
 
 
-@dataclass
-class Running:
-    world: World
-    run: str
-    process: subprocess.Popen[bytes]
-    out: Path
-
-    def said(self) -> str:
-        return " ".join(self.out.read_text().split())
-
+class Running(BackgroundRun):
     def has_done(self, steps: int) -> Running:
-        until(lambda: len(self.world.steps(self.run)) >= steps or self.process.poll() is not None, self.said)
+        until(lambda: len(self.steps()) >= steps or self.process.poll() is not None, self.said)
         assert self.process.poll() is None, self.said()
         return self
 
