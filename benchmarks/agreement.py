@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rltool.megatron.exact_layers import Note, engine_parts, is_stream, trainer_parts, watching
+from rltool.weights.verify.layers import Note, engine_parts, is_stream, trainer_parts, watching
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # layers are reached in this process
 

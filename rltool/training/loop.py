@@ -378,7 +378,7 @@ class Loop:
             )
         if self.config.algorithm.exact and self.stops_on_difference and found.tokens and found.abs_max != 0.0:
             assert self.scored is not None
-            exact.stop(self.progress.step, self.scored, selection, self.layers)
+            exact.stop(self.progress.step, logprobs, batch, selection, self.scored.rows, self.layers)
         if self.stops_on_difference and batch.picture_places is not None:
             check_each_sample(batch, logprobs, selection, limit)
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)

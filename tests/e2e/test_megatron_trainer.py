@@ -113,7 +113,7 @@ def case_exact(place, path, batch, exact):
 def case_differing_layer(place, path, directory, tokens, spoilt):
     """spoilt: the tensor of the export, as vLLM gets it, in which one number is another; None: none."""
     from rltool.checkpoints.hf_export import export_hf
-    from rltool.megatron.exact_layers import find
+    from rltool.weights.verify.layers import find
 
     on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     os.environ.update(on_cpu | {"TORCHDYNAMO_DISABLE": "1"})

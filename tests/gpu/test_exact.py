@@ -125,8 +125,8 @@ def run(job: Job) -> int:
 
 
 def test_a_run_with_engines_that_were_started_exactly_on_its_gpu_stays_exact(tmp_path, monkeypatch):
-    """`serve-engines --exact`, awake beside the trainer, which sends them weights over gloo. Without the flag the run is
-    refused before anything is sent."""
+    """`serve-engines --exact`, awake beside the trainer, which sends them weights over gloo. Without the flag the run
+    is refused before anything is sent."""
     monkeypatch.setitem(SHAPES, "test", SHAPES["qwen3-0.6B"] | SMALL)
     more = {"trainer.share_gpus": "true", "weights.transport": '"gloo"'}
     job = Job(tmp_path, "@runs/engines/endpoints.json", **LEARNS | more)
@@ -192,8 +192,8 @@ def test_one_rounding_in_one_layer_ends_the_run_before_a_step_with_the_name_of_t
     assert run(job) == 1
     said = " ".join(job.output.read_text().split())
     assert "algorithm.exact: looking for the layer" in said, said[-6000:]
-    named = f"the first part that differs is model.layers.{SPOILT}.post_attention_layernorm (layers are numbered 0 to 5)"
-    assert named in said, said[-6000:]
+    named = f"model.layers.{SPOILT}.post_attention_layernorm (layers are numbered 0 to 5)"
+    assert f"the first part that differs is {named}" in said, said[-6000:]
     assert "no optimizer step was made on this rollout. Step 0, sample " in said and job.steps() == []
     [found] = (tmp_path / "runs/one/exact").iterdir()
     assert not (found / "model").exists() and (found / "row.json").exists()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from torch import Tensor
 
+from rltool.algorithms.batch import TrainBatch
 from rltool.algorithms.mismatch import first_different_token
 from rltool.checkpoints.directory import remove
 from rltool.errors import PartLost, RltoolError, TrainingStopped
 from rltool.processes.files import write_json_atomic
-from rltool.training.observe.sample_log import Scored
 
 
 class FindsLayers(Protocol):
@@ -43,9 +43,11 @@ class LayerSearch:
             return f"the layer that differs could not be found: {error}"
 
 
-def stop(step: int, scored: Scored, selection: Tensor, search: LayerSearch | None) -> NoReturn:
-    """TrainingStopped: of the selected tokens one differs at least. selection: [T]."""
-    ours, batch = scored.logprobs, scored.batch
+def stop(
+    step: int, ours: Tensor, batch: TrainBatch, selection: Tensor, rows: Sequence[int], search: LayerSearch | None
+) -> NoReturn:
+    """TrainingStopped: of the selected tokens one differs at least. ours: the trainer's log-probabilities; ours,
+    selection: [T]; rows: which samples of the step's batch these are."""
     theirs = batch.rollout_logprobs
     assert theirs is not None
     chosen = selection > 0
@@ -57,13 +59,13 @@ def stop(step: int, scored: Scored, selection: Tensor, search: LayerSearch | Non
     said = (
         f"algorithm.exact: {differ} of {compared} log-probabilities are not the engines' (max "
         f"{float((ours - theirs)[chosen].abs().max()):.2e}); no optimizer step was made on this rollout. Step {step}, "
-        f"sample {scored.rows[sample]}, token {place} of {len(tokens)} (id {tokens[place]}): trainer {mine:.9g}, "
+        f"sample {rows[sample]}, token {place} of {len(tokens)} (id {tokens[place]}): trainer {mine:.9g}, "
         f"engine {other:.9g}"
     )
     where = ""
     if search is not None:
         row = {
-            "step": step, "sample": scored.rows[sample], "token": place, "tokens": tokens, "trainer": mine,
+            "step": step, "sample": rows[sample], "token": place, "tokens": tokens, "trainer": mine,
             "engine": other,
         }  # fmt: skip
         try:

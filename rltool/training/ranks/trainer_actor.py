@@ -331,7 +331,7 @@ class TrainerActor:
 
     def differing_layer(self, tokens: list[int], logprob: float, directory: Path) -> str:
         """See TrainerGroup. Not a collective. Any failure is LayerUnknown: the state is whole."""
-        from rltool.megatron.exact_layers import LayerUnknown, find, verdict
+        from rltool.weights.verify.layers import LayerUnknown, find, verdict
 
         @contextlib.contextmanager
         def offloaded() -> Iterator[None]:

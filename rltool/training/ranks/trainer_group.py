@@ -203,7 +203,7 @@ class TrainerGroup:
         self._compute(lambda rank: rank.save_hf.remote(directory))
 
     def differing_layer(self, tokens: list[int], logprob: float, directory: Path) -> str:
-        """What differs from vLLM in computing the last of these tokens, in words: see megatron.exact_layers. logprob:
+        """What differs from vLLM in computing the last of these tokens, in words: see weights.verify.layers. logprob:
         the trainer's in its batch. directory: for what is found. LayerUnknown, ExportFailed."""
         self.save_hf(directory / "model")
         return self._get([self.ranks[0].differing_layer.remote(tokens, logprob, directory)])[0]

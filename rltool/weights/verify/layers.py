@@ -5,7 +5,7 @@ own that loads an export of them, compute the sequence up to that token as a pro
 gives they keep one number per token, in which every bit of the token's vector counts, and these are compared in the
 order of computing. Parts have the names that they have in the Hugging Face model and in vLLM.
 
-    python -m rltool.megatron.exact_layers DIRECTORY      # vLLM's side
+    python -m rltool.weights.verify.layers DIRECTORY      # vLLM's side
 """
 
 from __future__ import annotations
@@ -257,7 +257,7 @@ def _by_engine(trainer: MegatronTrainer, tokens: Sequence[int], directory: Path)
     log = directory / "vllm.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rltool.megatron.exact_layers", str(directory)], env={**os.environ, **own},
+            [sys.executable, "-m", "rltool.weights.verify.layers", str(directory)], env={**os.environ, **own},
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
