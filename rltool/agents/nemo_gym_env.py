@@ -164,7 +164,7 @@ class NemoGymEnv:
         )
         app = made.setup_webserver()
         made.setup_exception_middleware(app)
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
+        server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         server.capture_signals = contextlib.nullcontext  # they are the worker's
         serving = asyncio.create_task(server.serve([place]))
         try:

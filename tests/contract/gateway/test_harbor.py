@@ -19,7 +19,10 @@ from rltool.errors import UsageError
 from rltool.rollout.sample import Sample
 from tests.contract.gateway.running import PATIENT, ROOT, Gateway, played
 from tests.contract.gateway.test_agents import stretches
-from tests.e2e.engines import harbor_python
+from tests.e2e.engines import harbor_python, serving_vllm
+from tests.e2e.taught import taught_records
+from tests.e2e.test_gateway import ATTEMPTS, WINDOW, largest_difference
+from tests.gateway_models import write_gateway_model
 
 LONGEST = 60_000
 """Tokens: of these tests' tokenizer, which has few words, Terminus' instructions are many."""
@@ -30,6 +33,7 @@ AGENT = {
     "name": "terminus-2",
     "kwargs": {
         "record_terminal_session": False, "enable_summarize": False, "model_info": {"max_input_tokens": LONGEST},
+        "max_turns": 6,
     },
 }  # fmt: skip
 
@@ -154,6 +158,33 @@ def test_the_real_package_plays_its_agent_and_its_verifier_judges(engine, tokeni
 
         engine.script += [words.spell(text) for text in SCRIPT]
         assert alone(python, gateway, tasks, tmp_path) == {"a-sum": 1.0, "b-parts": 0.2, "c-wrong": 0.0}
+
+
+@pytest.mark.long
+@pytest.mark.e2e
+@pytest.mark.timeout(1500)
+def test_a_real_vllm_does_a_task_that_it_has_learnt(engine, words, tasks, tmp_path):
+    """By heart, from the scripted episode; what is recorded are the model's own log-probabilities."""
+    python, model, context = harbor_python(), write_gateway_model(tmp_path / "model", window=WINDOW), 8192
+    rows = rows_of(python, tmp_path / "tasks_env.py")[:1]
+    engine.max_model_len = context
+    with Gateway(tmp_path, model, [engine], max_model_len=context, policy=PATIENT) as gateway:
+        engine.script += [words.spell(text) for text in SCRIPT[:4]]
+        records, rewards = played(gateway, python, "tasks_env:run", rows, tmp_path, **OFFLINE)
+    assert rewards == [1.0]
+    taught_records(model, records, context=2 * WINDOW)
+    directory = tmp_path / "real"
+    directory.mkdir()
+    with (
+        serving_vllm(model, directory, max_model_len=context) as real,
+        Gateway(directory, model, [real], engine_key=real.endpoint.key_file, max_model_len=context) as gateway,
+    ):
+        records, rewards = played(gateway, python, "tasks_env:run", rows * ATTEMPTS, tmp_path, **OFFLINE)
+    assert 1.0 in rewards, rewards
+    record = records[rewards.index(1.0)]
+    [trajectory] = record["trajectories"]
+    assert sum(trajectory["loss_mask"]) == sum(turn["end"] - turn["start"] for turn in record["turns"])
+    assert largest_difference(model, trajectory) < 1e-5
 
 
 def _only(record: dict[str, Any]) -> Sample:

@@ -92,6 +92,7 @@ def test_the_real_package_plays_and_its_rewards_are_those_of_the_package_alone(e
     # Many of Gym's rows ask for one tool call at a time.
     options = {"max_model_len": LONGEST, "policy": PATIENT, "options": {"on_sampling": "override"}}
     with Gateway(tmp_path, tokenizer_dir, [engine], **options) as gateway:
+        engine.max_model_len = LONGEST
         engine.script += spelled
         records, rewards = played(gateway, python, "gym_envs:run", rows, here)
         assert rewards == [reward for _, reward in episodes]
