@@ -105,6 +105,8 @@ def test_the_real_package_plays_and_its_rewards_are_those_of_the_package_alone(e
         assert alone(gateway, python, rows, here) == rewards
 
 
+SLOWLY = {"RAY_raylet_start_wait_time_s": "600", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+"""Gym starts a whole Ray, which takes minutes on two busy cores."""
 ALONE = """
 import asyncio, json, sys
 from nemo_gym.cli.env import RunHelper
@@ -146,7 +148,7 @@ def alone(gateway: Gateway, python: Path, rows: list[dict[str, Any]], here: Path
     (here / "rows.json").write_text(json.dumps(tasks))
     try:
         said = subprocess.run(
-            [python, "-c", ALONE, json.dumps(config)], cwd=here, env=os.environ | {MARK: mark}, check=True,
+            [python, "-c", ALONE, json.dumps(config)], cwd=here, env=os.environ | {MARK: mark} | SLOWLY, check=True,
             stdout=subprocess.PIPE, text=True, timeout=600,
         ).stdout  # fmt: skip
     finally:
