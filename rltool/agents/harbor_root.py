@@ -51,20 +51,24 @@ def main() -> None:
     try:
         init = enter()
         if init:
-            print(init, flush=True)
+            say(str(init))
         else:
             build(order["root"], order["shared"])
     except OSError as error:
-        print(f"-{explained(error)}", flush=True)
+        say(f"-{explained(error)}")
         os._exit(1)
     if init:
         os.waitpid(init, 0)
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of what its programs leave behind
-    print("+", flush=True)
+    say("+")
     while os.read(0, 1):
         pass
     os._exit(0)
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
 
 
 def enter() -> int:

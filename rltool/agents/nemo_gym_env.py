@@ -21,6 +21,7 @@ from typing import Any
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.task import AgentTask
 from rltool.errors import UsageError
+from rltool.processes.tasks import Background, beside
 
 AGENTS, MODELS = "responses_api_agents", "responses_api_models"
 POLICY = {
@@ -78,6 +79,7 @@ class NemoGymEnv:
         for name in self._shared:
             if any(_refers(value, self._policy) for value in servers[name][2].values()):
                 raise UsageError(f"{name} asks {self._policy}, which is trained: give it a model of its own")
+        self._background = Background()
         self._started: asyncio.Task[None] | None = None
 
     def _servers(self) -> dict[str, tuple[str, str, Any]]:
@@ -115,7 +117,7 @@ class NemoGymEnv:
         if row is None:
             raise AgentFailed("the row's metadata has no `task`: write the data set with NemoGymEnv.rows")
         if self._started is None:
-            self._started = asyncio.create_task(self._start_shared())
+            self._started = self._background.start(self._start_shared(), "servers of nemo-gym", awaited=True)
         await asyncio.shield(self._started)
         config = self._config.copy()
         [policy] = config[self._policy][MODELS].values()
@@ -166,18 +168,18 @@ class NemoGymEnv:
         made.setup_exception_middleware(app)
         server: Any = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1))
         server.capture_signals = contextlib.nullcontext  # they are the worker's
-        serving = asyncio.create_task(server.serve([place]))
-        try:
-            async with asyncio.timeout(START_SECONDS):
-                while not server.started:
-                    if serving.done():
-                        raise AgentFailed(f"{name} did not start")
-                    await asyncio.sleep(0.01)
-            yield f"http://127.0.0.1:{settings['port']}"
-        finally:
-            server.should_exit = True
-            await serving
-            place.close()
+        async with beside(server.serve([place])) as (serving,):
+            try:
+                async with asyncio.timeout(START_SECONDS):
+                    while not server.started:
+                        if serving.done():
+                            raise AgentFailed(f"{name} did not start")
+                        await asyncio.sleep(0.01)
+                yield f"http://127.0.0.1:{settings['port']}"
+            finally:
+                server.should_exit = True
+                await serving
+                place.close()
 
 
 def _refers(value: Any, name: str) -> bool:
