@@ -19,7 +19,10 @@ class Cycle:
 @pytest.fixture(autouse=True)
 def _as_before():
     assert gc.isenabled()
+    thresholds, callbacks = gc.get_threshold(), gc.callbacks[:]
     yield
+    gc.callbacks[:] = callbacks
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
     gc.enable()
 
@@ -64,6 +67,32 @@ def test_what_was_there_is_not_looked_at_again_and_what_comes_is():
     gone = weakref.ref(new)
     del new
     gc.collect()
+    assert gone() is None
+
+
+def test_a_server_looks_at_each_object_once_and_at_cycles_that_were_left_out_when_it_looks_at_all():
+    looked = []
+
+    def count(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append(sum(len(gc.get_objects(generation=g)) for g in range(about["generation"] + 1)))
+
+    garbage.look_once()
+    gc.callbacks.append(count)
+    kept = [[{"turn": []} for _ in range(1000)]]
+    for number in range(100):  # as many come as go, of which Python by itself would collect nothing
+        kept.append([{"turn": []} for _ in range(1000)])
+        del kept[-2 if number % 2 else -1]
+        asyncio.run(garbage.look())
+    del kept[:]
+    old = Cycle()
+    gone = weakref.ref(old)
+    asyncio.run(garbage.look())
+    assert len(looked) >= 101 and 100_000 < sum(looked) < 250_000 and max(looked) < 10_000, looked
+    del old
+    asyncio.run(garbage.look())
+    assert gone() is not None
+    asyncio.run(garbage.look_at_all())
     assert gone() is None
 
 
