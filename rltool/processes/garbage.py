@@ -41,7 +41,7 @@ def settle() -> None:
     gc.freeze()
 
 
-LOOK_SECONDS = 0.1
+LOOK_SECONDS = 0.05
 """How often a server that looks at each object once does so: what came since then stops it for some milliseconds."""
 
 
