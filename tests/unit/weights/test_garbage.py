@@ -87,6 +87,9 @@ def test_a_server_looks_at_each_object_once_and_at_cycles_that_were_left_out_whe
             kept.append([{"turn": []} for _ in range(objects // 24)])
         asyncio.run(garbage.look())
     assert 0.95 < sum(looked) / (rounds * objects) < 1.1 and max(looked) < 1.1 * objects, looked
+    left_out = gc.get_freeze_count()
+    kept.clear()
+    assert left_out - gc.get_freeze_count() >= rounds // 2 * objects  # freed all the same
     old = Cycle()
     gone = weakref.ref(old)
     asyncio.run(garbage.look())
