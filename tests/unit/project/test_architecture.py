@@ -48,6 +48,7 @@ OWNERS = {
     "vllm": {
         "engines/plugin": "what runs inside a vLLM server",
         "megatron/exact.py": "its kernels, for the trainer that is to give the same bits",
+        "weights/verify/layers.py": "its layers, for the error that names the first that differs",
     },
     "starlette": {"engines/plugin/server.py": "what runs inside a vLLM server"},
     "sglang": {},
