@@ -63,7 +63,7 @@ def _is_exact(config: Any) -> bool:
 
     head = getattr(config.model_config, "head_dtype", config.model_config.dtype)
     uncompiled = int(config.compilation_config.mode or 0) == 0
-    return bool(envs.VLLM_BATCH_INVARIANT) and uncompiled and head == config.model_config.dtype
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)) and uncompiled and head == config.model_config.dtype
 
 
 def _task(state: Any) -> str:

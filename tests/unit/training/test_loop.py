@@ -283,19 +283,19 @@ def test_with_exact_the_error_names_token_and_layer_and_keeps_the_first_error(tm
     lines: list[str] = []
     run = Run(tmp_path, world, steps=2, algorithm={"exact": True}, model={"path": "model", "dtype": "bfloat16"})
     run.loop.layers = LayerSearch(ranks, tmp_path / "exact", lines.append)
-    world.next_batch = lambda step: SourcedBatch(batch_of_lengths([3, 3, 2, 4]), {}, ("v0",))
+    world.next_batch = lambda step: SourcedBatch(batch_of_lengths([3, 3, 3, 4]), {}, ("v0",))
     world.forward_backward = lambda batch, on_policy=False: (
-        batch.rollout_logprobs + torch.tensor([0, 0, 0, 0, 0, 2**-20, 0, 2**-21, 0, 0, 0, 2**-22]), {}
+        batch.rollout_logprobs + torch.tensor([0, 0, 0, 0, 0, 2**-20, 0, 2**-21, 0, 0, 0, 0, 2**-22]), {}
     )  # fmt: skip
     with pytest.raises(raised) as error:
         run.loop.run()
-    assert "algorithm.exact: 3 of 8 log-probabilities are not the engines' (max 9.54e-07)" in str(error.value)
-    assert "Step 0, sample 2, token 1 of 2 (id 7): trainer -0.99999952" in str(error.value)
+    assert "algorithm.exact: 3 of 9 log-probabilities are not the engines' (max 9.54e-07)" in str(error.value)
+    assert "Step 0, sample 2, token 1 of 3 (id 7): trainer -0.99999952" in str(error.value)
     directory = tmp_path / "exact/step_0"
     assert said.format(answer=answer, directory=directory) in str(error.value) and len(lines) == 1
     [(tokens, logprob, row)] = ranks.asked
     assert tokens == [6, 7] and logprob == row["trainer"] == -1.0 + 2**-21
-    assert row == {"step": 0, "sample": 2, "token": 1, "tokens": [6, 7], "trainer": logprob, "engine": -1.0}
+    assert row == {"step": 0, "sample": 2, "token": 1, "tokens": [6, 7, 8], "trainer": logprob, "engine": -1.0}
 
 
 def batch_of_lengths(lengths):

@@ -43,6 +43,14 @@ class Engine(torch.nn.Module):
         self.model.norm = AddNorm()
 
     @torch.no_grad()
+    def stream(self, x: torch.Tensor) -> torch.Tensor:
+        """Behind the last layer."""
+        residual = None
+        for layer in self.model.layers:
+            x, residual = layer(x, residual)
+        return residual + x
+
+    @torch.no_grad()
     def traced(self, *pieces: torch.Tensor) -> Trace:
         trace = Trace()
         with watching(engine_parts(self), trace.note):
@@ -87,6 +95,10 @@ def test_a_residual_stream_that_is_summed_otherwise_is_found_in_the_norm_that_re
     found = first_difference(ours, theirs)
     assert found is not None and found[0] == "input of model.layers.2.input_layernorm"
     assert found[1].nonzero().flatten().tolist() == [3]
+    torch.manual_seed(0)
+    engine, vectors = Engine(), torch.randn(5, 8)
+    read = engine.traced(vectors.clone()).shown["input of model.norm"]
+    torch.testing.assert_close(read, engine.stream(vectors))
     streams = [name for name in ours.bits if is_stream(name)]
     norms = ("layers.1.input_layernorm", "layers.2.input_layernorm", "norm")
     assert streams == [f"input of model.{norm}" for norm in norms]
