@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rltool.weights.verify.layers import Note, engine_parts, is_stream, trainer_parts, watching
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # layers are reached in this process
 
 
@@ -47,27 +49,28 @@ def by_vllm(args: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any
     scored = engine.generate([TokensPrompt(prompt_token_ids=s) for s in sequences], again, use_tqdm=False)
     prefill = [[row[token].logprob for row, token in zip(o.prompt_logprobs[len(p) :], a, strict=True)]
                for o, p, a in zip(scored, prompts, answers, strict=True)]  # fmt: skip
-    streams = []
+    streams: list[list[Tensor]] = []
     if args.eager:
+        parts = engine.apply_model(engine_parts)[0]
         for sequence in sequences[: args.streams]:
-            found: list[Tensor] = []
-
-            def note(_: Any, __: Any, output: Any, found: list[Tensor] = found) -> None:
-                found.append((output[0] + output[1]).float().cpu())
-
-            def watch(model: Any, hook: Any = note) -> list[Any]:
-                return [layer.register_forward_hook(hook) for layer in model.model.layers]
-
-            hooks = engine.apply_model(watch)[0]
-            engine.generate(TokensPrompt(prompt_token_ids=sequence), SamplingParams(max_tokens=1), use_tqdm=False)
-            for hook in hooks:
-                hook.remove()
-            streams.append([stream[: len(sequence)] for stream in found[: len(hooks)]])
+            with watching(parts, streams_into(streams, len(sequence))):
+                engine.generate(TokensPrompt(prompt_token_ids=sequence), SamplingParams(max_tokens=1), use_tqdm=False)
     del engine
     gc.collect()
     if cuda:
         torch.cuda.empty_cache()
     return {"sequences": sequences, "decode": decode, "prefill": prefill, "streams": streams}
+
+
+def streams_into(streams: list[list[Tensor]], length: int) -> Note:
+    """Notes the residual stream after each layer, of one sequence, as the last of `streams`."""
+    streams.append([])
+
+    def note(name: str, vectors: Tensor) -> None:
+        if is_stream(name):
+            streams[-1].append(vectors.float().cpu().reshape(-1, vectors.size(-1))[:length])
+
+    return note
 
 
 def batch_of(sequences: list[list[int]], prompts: list[list[int]]) -> Any:
@@ -100,17 +103,9 @@ def by_trainer(
     with closing(made):
         made.load_hf_weights(args.model)
         streams: list[list[Tensor]] = []
-        layers: Any = made.gpt.decoder.layers
-
-        def note(_: Any, __: Any, output: Any) -> None:
-            streams[-1].append((output[0] if isinstance(output, tuple) else output).float().cpu().squeeze(1))
-
-        hooks = [layer.register_forward_hook(note) for layer in layers]
         for sequence, prompt in zip(sequences[: args.streams], prompts, strict=False):
-            streams.append([])
-            made.compute_logprobs([batch_of([sequence], [prompt])])
-        for hook in hooks:
-            hook.remove()
+            with watching(trainer_parts(made.gpt), streams_into(streams, len(sequence))):
+                made.compute_logprobs([batch_of([sequence], [prompt])])
         batches = [batch_of(sequences[i : i + 16], prompts[i : i + 16]) for i in range(0, len(sequences), 16)]
         found = made.compute_logprobs(batches)
         assert found is not None

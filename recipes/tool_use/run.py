@@ -25,8 +25,8 @@ MAX_MODEL_LEN = 128
 def run_recipe(
     console: Console, *, name: str | None, how: str, seed: int, steps: int, warm_up_steps: int
 ) -> RunDirectory:
-    """how: environment or agent. Nothing that it started is left running. Raises ProcessFailed with the failed verb's
-    log."""
+    """how: environment, agent or framework. Nothing that it started is left running. Raises ProcessFailed with the
+    failed verb's log."""
     run = open_run(name, create=True)
     warm_up = open_run("warmup", create=True, root=run.path)
     console.print(f"run {run.name}: everything goes to {run.path}")
@@ -80,7 +80,7 @@ def success(run: RunDirectory) -> list[tuple[int, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--how", choices=("environment", "agent"), default="environment")
+    parser.add_argument("--how", choices=("environment", "agent", "framework"), default="environment")
     parser.add_argument("--run", help="name of the run; default: a fresh one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=40)

@@ -68,6 +68,17 @@ def most_different_sample(
     return int(means.argmax()), float(means.max())
 
 
+def first_different_token(trainer: Tensor, engine: Tensor, selection: Tensor, lengths: Tensor) -> tuple[int, int]:
+    """(sample, place in it) of the selected token with the fewest before it of those whose log-probabilities differ in
+    any bit; of several the first sample's. One does. trainer, engine, selection: [T] as for `logprob_difference`;
+    lengths: [N]."""
+    chosen = (trainer != engine) & (selection > 0)  # NaN differs
+    place = torch.cat([torch.arange(int(n)) for n in lengths])
+    sample = torch.arange(len(lengths)).repeat_interleave(lengths)
+    at = int(torch.where(chosen, place, len(place)).argmin())
+    return int(sample[at]), int(place[at])
+
+
 def off_policy_metrics(trainer: Tensor, engine: Tensor, loss_mask: Tensor) -> dict[str, float]:
     """How far the tokens with a loss are from the policy that is trained on them. trainer, engine, loss_mask: [T].
 

@@ -351,6 +351,8 @@ class EngineInfo:
     """Of an SGLang prefill engine: where decode engines ask it for KV caches."""
     routed_experts: bool | None = None
     """Whether it returns the experts that its router chose; None if not reported."""
+    exact: bool | None = None
+    """Whether it computes as algorithm.exact needs (`serve-engines --exact`); None if not reported."""
     task: str | None = None
     """generate, classify, or another one of vLLM's; None if not reported (a stock vLLM)."""
     max_logprobs: int | None = None

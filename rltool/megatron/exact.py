@@ -22,6 +22,7 @@ from megatron.core.transformer import attention as megatron_attention
 from torch import Tensor
 
 from rltool.engines.dialects.vllm_launch import HEADS_ARE_NOT_EXACT, exact_heads
+from rltool.engines.plugin.patches import BATCH_INVARIANT_VARIABLE
 from rltool.errors import UsageError
 from rltool.megatron import kernels
 from rltool.megatron.attention import flash_backward
@@ -30,10 +31,8 @@ from rltool.megatron.output_head import chunks, head_logprobs, weight_buffer, we
 from rltool.megatron.patches.registry import replace
 from rltool.megatron.products import add_product
 
-FAMILIES = ("Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures that were compared; Qwen2 in heads of 64 and with prompts alone."""
-
-VARIABLE = "VLLM_BATCH_INVARIANT"
+FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Architectures that were compared."""
 
 HEAD_ROWS = 64
 """vLLM pads a vocabulary to a multiple of this, and picks the tiles of the head's product by the padded size."""
@@ -49,7 +48,7 @@ def use_engine_kernels(model: GPTModel, hf_path: Path, architecture: str) -> Non
     hopper = weight.is_cuda and torch.cuda.get_device_capability(weight.device)[0] == 9
     if not hopper or weight.dtype is not torch.bfloat16:
         raise UsageError('algorithm.exact was compared on Hopper GPUs with model.dtype = "bfloat16" alone')
-    os.environ[VARIABLE] = "1"  # vLLM's C++ code reads it at its first call
+    os.environ[BATCH_INVARIANT_VARIABLE] = "1"  # vLLM's C++ code reads it at its first call
     try:
         import vllm._custom_ops
         from vllm.model_executor.determinism import batch_invariant_configs

@@ -26,6 +26,8 @@ from rltool.algorithms.staleness import current_tokens, staleness_metrics
 from rltool.algorithms.token_selection import with_selected_tokens
 from rltool.config.train import TrainConfig
 from rltool.errors import ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
+from rltool.training.checks import exact
+from rltool.training.checks.exact import LayerSearch
 from rltool.training.checks.modalities import check_each_sample
 from rltool.training.checks.routing_replay import check_has_routing
 from rltool.training.evaluations import Evaluations, Evaluator, Judged, is_due
@@ -118,7 +120,8 @@ class Exports(Protocol):
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run is made of. engines: None where no engine takes part; samples: None where none are kept."""
+    """What a run is made of. engines: None where no engine takes part; samples: None where none are kept; layers: None
+    where none is looked for."""
 
     trainer: TrainerGroup
     source: BatchSource
@@ -128,6 +131,7 @@ class Parts:
     writer: MetricsWriter
     stop: StopSignal
     samples: SampleLog | None = None
+    layers: LayerSearch | None = None
 
 
 class Loop:
@@ -149,6 +153,7 @@ class Loop:
             parts.checkpoints,
         )
         self.exports, self.writer, self.stop, self.samples = parts.exports, parts.writer, parts.stop, parts.samples
+        self.layers = parts.layers
         self.stops_on_difference, self.around_step = stops_on_difference, around_step
         self.evaluations = Evaluations(config, parts.engines, parts.checkpoints, parts.writer, first=progress.step)
         self.coefficients = progress.coefficients or Coefficients.initial(config.algorithm)
@@ -372,12 +377,8 @@ class Loop:
                 "another precision or at another temperature."
             )
         if self.config.algorithm.exact and self.stops_on_difference and found.tokens and found.abs_max != 0.0:
-            differ = int((logprobs != batch.rollout_logprobs)[selection > 0].sum())
-            raise TrainingStopped(
-                f"algorithm.exact: {differ} of {found.tokens} log-probabilities are not the engines' (max "
-                f"{found.abs_max:.2e}); no optimizer step was made on this rollout. Engines that the run does not "
-                "start need `serve-engines --exact`, of the vLLM version that is installed beside the trainer"
-            )
+            assert self.scored is not None
+            exact.stop(self.progress.step, logprobs, batch, selection, self.scored.rows, self.layers)
         if self.stops_on_difference and batch.picture_places is not None:
             check_each_sample(batch, logprobs, selection, limit)
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)

@@ -30,6 +30,7 @@ from rltool.rollout.serving.lease import LeaseTerms
 from rltool.rollout.serving.restarts import EngineProcesses
 from rltool.terminal import Console
 from rltool.training.checkpointer import Checkpointer
+from rltool.training.checks.exact import LayerSearch
 from rltool.training.checks.preflight import (
     backends,
     describe_engines,
@@ -223,7 +224,8 @@ def _train(prepared: Prepared, run: RunDirectory, console: Console, stop: StopSi
         samples = SampleLog(run.samples_dir)
         stops = config.checkpoint.on_save_failure == "stop"
         exports = HfExports(trainer, run, console.log_line, stops=stops)
-        parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples)
+        layers = LayerSearch(trainer, run.path / "exact", console.log_line)
+        parts = Parts(trainer, source, engines, checkpoints, exports, writer, stop, samples, layers)
         loop = Loop(config, parts, progress, stops_on_difference=prepared.replay is None, around_step=recording.around)
         stop.consequence = "what is in progress comes to its end first; no step is done, so no checkpoint is written"
         done = loop.run()

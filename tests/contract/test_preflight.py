@@ -229,6 +229,18 @@ def test_an_engine_with_the_plugin_of_another_rltool_is_refused_before_anything_
     assert {request.method for request in fake_vllm.requests} == {"GET"}
 
 
+def test_an_engine_that_does_not_compute_exactly_is_refused(configure, fake_vllm):
+    config = configure(fake_vllm.url, sets=("algorithm.exact=true", 'model.dtype="bfloat16"'))
+    for exact, named in ((True, None), (False, r"--exact`$"), (None, r"--exact`, and this release$")):
+        fake_vllm.exact = exact
+        fleet = probe_fleet(resolve_endpoints(config), timeout=60.0)
+        if named is None:
+            check_fleet(fleet, config, "cuda")
+        else:
+            with pytest.raises(UsageError, match=rf"does not compute as algorithm.exact needs: .*{named}"):
+                check_fleet(fleet, config, "cuda")
+
+
 def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_vllm, sglang):
     for top_k, refused in (("12", False), ("13", True)):
         config = configure(fake_vllm.url, sets=(f"sampling.top_k={top_k}", "sampling.top_p=0.9"))

@@ -130,7 +130,7 @@ class TypedStages(Stages):
         metrics.write_text(json.dumps({"step": steps - 1, "reward/mean": 0.5, "eval/heldout/accuracy": 0.25}) + "\n")
 
 
-@pytest.mark.parametrize("how", ["environment", "agent"])
+@pytest.mark.parametrize("how", ["environment", "agent", "framework"])
 def test_its_commands_parse_and_it_ends_with_a_curve_and_a_report(how, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "Stages", TypedStages)
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path))

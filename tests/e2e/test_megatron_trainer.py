@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
@@ -108,6 +110,26 @@ def case_exact(place, path, batch, exact):
         return logprobs, gradients, sorted({type(module).__name__ for module in trainer.gpt.modules()})
 
 
+def case_differing_layer(place, path, directory, tokens, spoilt):
+    """spoilt: the tensor of the export, as vLLM gets it, in which one number is another; None: none."""
+    from rltool.checkpoints.hf_export import export_hf
+    from rltool.weights.verify.layers import find
+
+    on_cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
+    os.environ.update(on_cpu | {"TORCHDYNAMO_DISABLE": "1"})
+    directory.mkdir()
+    with closing(make_trainer(place, path, temperature=0.7)) as trainer:
+        export_hf(trainer, directory / "model")
+        if spoilt is not None:
+            file = directory / "model/model.safetensors"
+            weights = load_file(file)
+            weights[spoilt].view(-1)[0] += 0.5
+            save_file(weights, file, {"format": "pt"})
+        found = find(trainer, tokens, directory, tolerance=1e-4)
+        [usual] = trainer.compute_logprobs([policy_batch([len(tokens)]).replace(tokens=torch.tensor(tokens))])
+        return found, float(usual[-1]), sorted(file.name for file in directory.iterdir())
+
+
 # Tests.
 
 
@@ -122,6 +144,28 @@ def test_with_plain_functions_for_vllms_kernels_an_exact_trainer_is_the_usual_on
     torch.testing.assert_close(exact[0], usual[0], rtol=0, atol=2e-5)
     for name, gradient in usual[1].items():
         torch.testing.assert_close(exact[1][name], gradient, rtol=1e-3, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "part"),
+    [
+        (None, None),
+        ("model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp"),
+        ("model.layers.2.post_attention_layernorm.weight", "model.layers.2.post_attention_layernorm"),
+        ("model.layers.3.self_attn.o_proj.weight", "model.layers.3.self_attn"),
+        ("model.norm.weight", "model.norm"),
+    ],
+)
+def test_the_layer_in_which_a_real_vllm_differs_from_the_trainer_is_named(ranks, tmp_path, spoilt, part):
+    """In float32 on a CPU, to 1e-4: all parts of all layers are the same ones on both sides, and of a model with one
+    other number the part that it belongs to is the first that differs."""
+    path = save_hf(tmp_path / "hf", "qwen3", tied=False)
+    tokens = [7 * i % VOCAB for i in range(23)]
+    [(found, usual, files)] = ranks.run(case_differing_layer, 1, path, tmp_path / "found", tokens, spoilt)
+    assert found.part == part and (found.length, found.layers) == (23, 4)
+    assert found.alone == usual != found.ours, "at the run's temperature, and at 1"
+    assert (abs(found.ours - found.theirs) < 1e-4) == (spoilt is None)
+    assert files == ["found.json", "request.json", "trainer.safetensors", "vllm.json", "vllm.log", "vllm.safetensors"]
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])

@@ -203,6 +203,7 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
             max_logprobs=facts.get("max_logprobs"),
             task=facts.get("task"),
             routed_experts=facts.get("routed_experts"),
+            exact=facts.get("exact"),
             plugin_protocol=facts.get("plugin_protocol"),
             lora_rank=facts.get("lora_rank"),
             lora_slots=facts.get("lora_slots"),

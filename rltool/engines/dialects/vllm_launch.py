@@ -18,7 +18,12 @@ from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
 from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
-from rltool.engines.plugin.patches import BUSY_LOOP_VARIABLE, FORK_VARIABLE, LORA_EXPERTS_VARIABLE
+from rltool.engines.plugin.patches import (
+    BATCH_INVARIANT_VARIABLE,
+    BUSY_LOOP_VARIABLE,
+    FORK_VARIABLE,
+    LORA_EXPERTS_VARIABLE,
+)
 from rltool.engines.plugin.worker import FP8_FORMAT, FP8_VARIABLE
 from rltool.engines.types import json_object
 
@@ -151,7 +156,7 @@ class VllmLaunching(Launches):
         if launch.quantization is not None:
             environment[FP8_VARIABLE] = "1"
         if launch.exact:
-            environment["VLLM_BATCH_INVARIANT"] = "1"
+            environment[BATCH_INVARIANT_VARIABLE] = "1"
         if launch.bootstrap_port is not None:
             environment |= {
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": launch.address or launch.host,
@@ -228,18 +233,18 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     return [*flags, "--weight-transfer-config", json.dumps({"backend": launch.weight_backend})]
 
 
-HEADS_ARE_NOT_EXACT = "vLLM's attention gives the same token other bits as a prompt and as it is sampled in heads of \
-another size than 128"
-"""FlashAttention 3 (hopper/tile_size.h) sums over the keys of heads of 128 in blocks of 128. For heads of 64 these are
-128 with a causal mask, and 160 in pages without one, as a single query is computed: 4.5e-4 (KL) apart on an H200."""
+HEADS_ARE_NOT_EXACT = "of other heads than those of 64 and 128 it was not compared whether vLLM gives a token the same \
+bits as a prompt and as it is sampled"
+"""It depends on the blocks of keys that FlashAttention 3 sums over (hopper/tile_size.h); rltool's plugin keeps those of
+heads of 64 alike (`plugin.patches.attend_alike`)."""
 
 
 def exact_heads(model: Path) -> bool:
-    """Whether this Hugging Face directory's heads are of 128."""
+    """Whether this Hugging Face directory's heads are of 64 or 128."""
     config = _config_of(model)
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None)
-    return size == 128
+    return size in (64, 128)
 
 
 def lora_rank(rank: int) -> int:

@@ -45,6 +45,7 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
         "model_config": model.hf_text_config.to_dict(),
         "task": _task(state),
         "routed_experts": _returns_routed_experts(config),
+        "exact": _is_exact(config),
         "lora_rank": lora.max_lora_rank if lora else 0,
         "lora_slots": min(lora.max_loras, lora.max_cpu_loras or lora.max_loras) if lora else 0,
     }
@@ -53,6 +54,16 @@ async def describe(state: Any, boot_id: str | None) -> dict[str, Any]:
 def _returns_routed_experts(config: Any) -> bool:
     outputs = getattr(config, "aux_output_config", None)  # since 0.32
     return bool(outputs is not None and outputs.enable_return_routed_experts)
+
+
+def _is_exact(config: Any) -> bool:
+    """As `serve-engines --exact` starts it: batch-invariant kernels, nothing fused by torch.compile, the head in the
+    model's dtype."""
+    from vllm import envs
+
+    head = getattr(config.model_config, "head_dtype", config.model_config.dtype)
+    uncompiled = int(config.compilation_config.mode or 0) == 0
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False)) and uncompiled and head == config.model_config.dtype
 
 
 def _task(state: Any) -> str:

@@ -322,6 +322,11 @@ def engine_problems(
         )
     if config.algorithm.loss == "policy" and config.sampling.truncates:
         problems.extend(_mask_problems(info, config.sampling.top_k))
+    if trainer_device is not None and config.algorithm.exact and not info.exact:
+        problems.append(
+            "does not compute as algorithm.exact needs: start it with `rltool serve-engines --exact`"
+            + (", and this release" if info.exact is None else "")
+        )
     if trainer_device is not None:
         problems.extend(_weight_problems(engine, info, config, trainer_device))
     return problems

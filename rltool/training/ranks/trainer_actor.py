@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -18,9 +18,10 @@ from rltool.algorithms.batch import TrainBatch, Weights, Wide, fetched
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.transfer.ipc import gpu_uuid
+from rltool.errors import RltoolError
 from rltool.megatron.export_plan import ExportPlan, drain
 from rltool.megatron.fp8 import fp8_plan
-from rltool.megatron.offload import Part
+from rltool.megatron.offload import PARTS, Part
 from rltool.processes import garbage
 from rltool.processes.output import redirect_output
 from rltool.processes.ports import reserve_ports
@@ -327,6 +328,25 @@ class TrainerActor:
         export_hf(self._here.trainer, directory)
 
     # -- looking inside
+
+    def differing_layer(self, tokens: list[int], logprob: float, directory: Path) -> str:
+        """See TrainerGroup. Not a collective. Any failure is LayerUnknown: the state is whole."""
+        from rltool.weights.verify.layers import LayerUnknown, find, verdict
+
+        @contextlib.contextmanager
+        def offloaded() -> Iterator[None]:
+            self.offload(PARTS)
+            try:
+                yield
+            finally:
+                self.onload(PARTS)
+
+        try:
+            return verdict(find(self._here.trainer, tokens, directory, offloaded=offloaded), logprob)
+        except RltoolError:
+            raise
+        except Exception as error:
+            raise LayerUnknown(f"{type(error).__name__}: {error}") from error
 
     def start_profile(self) -> None:
         self._here.recorder.start_profile()

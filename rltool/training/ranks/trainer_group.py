@@ -202,6 +202,12 @@ class TrainerGroup:
     def save_hf(self, directory: Path) -> None:
         self._compute(lambda rank: rank.save_hf.remote(directory))
 
+    def differing_layer(self, tokens: list[int], logprob: float, directory: Path) -> str:
+        """What differs from vLLM in computing the last of these tokens, in words: see weights.verify.layers. logprob:
+        the trainer's in its batch. directory: for what is found. LayerUnknown, ExportFailed."""
+        self.save_hf(directory / "model")
+        return self._get([self.ranks[0].differing_layer.remote(tokens, logprob, directory)])[0]
+
     # -- looking inside (training.profiling)
 
     def start_profile(self) -> None:

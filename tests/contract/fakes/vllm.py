@@ -74,6 +74,7 @@ class FakeVllm(FakeServer):
         self.device = "cpu"
         self.world_size = 1
         self.max_model_len = 256
+        self.exact = False
         self.max_num_seqs = 64
         self.engine_version = "0.32.0"
         self.weight_backend = "rltool" if plugin else "nccl"
@@ -280,6 +281,7 @@ class FakeVllm(FakeServer):
                 "task": self.task,
                 "max_logprobs": self.max_logprobs,
                 "routed_experts": self.routing is not None,
+                "exact": self.exact,
                 "lora_rank": self.lora_rank,
                 "lora_slots": self.lora_slots,
             }

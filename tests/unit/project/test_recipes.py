@@ -71,6 +71,8 @@ MODELS = {
     "runs/gsm8k-warm-start/hf/step_117": QWEN_05,
     "runs/spelling/warmup/hf/step_350": QWEN_05,
     "runs/pictures/model": TINY_VISION,
+    "runs/shop/model": QWEN_05,
+    "runs/shop-warm-start/hf/step_150": QWEN_05,
     "runs/pictures-warm-start/hf/step_16": TINY_VISION,
     "MODEL": QWEN_05,
     "WARM_START": QWEN_05,
@@ -94,6 +96,8 @@ RUNS = [
     ("recipes/dapo_math/grpo.toml", "two_hosts", TWO_HOSTS),
     ("recipes/judge/grpo.toml", None, ONE_HOST),
     ("recipes/distill/teacher.toml", None, ONE_HOST),
+    ("recipes/shop/warm_start.toml", None, ONE_GPU),
+    ("recipes/shop/grpo.toml", None, ONE_GPU),
     ("recipes/pictures/warm_start.toml", None, []),
     ("recipes/pictures/grpo.toml", None, []),
 ]
@@ -112,7 +116,8 @@ def stubbed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(hub, "local_model", directory)
     files = "arithmetic/data/train", "arithmetic/data/held_out", "pictures/data/train", "pictures/data/held_out"
-    for file in (*files, "spelling/task/train", "spelling/task/heldout"):
+    shop = "shop/train", "shop/held_out", "shop/warm_start"
+    for file in (*files, *shop, "spelling/task/train", "spelling/task/heldout"):
         made = tmp_path / "runs" / f"{file}.jsonl"
         made.parent.mkdir(parents=True, exist_ok=True)
         made.touch()
@@ -148,7 +153,8 @@ def test_a_recipe_passes_the_checks_and_its_plan_fits_the_hardware(recipe, hardw
     assert plan.describe() in out.getvalue()
     if expected is not None:
         assert len(expected.launches) == sum(group.count for group in config.engines.groups)
-    exact = recipe == "recipes/arithmetic/grpo.toml"  # for its mismatch KL; everything else on a GPU is in 16 bits
+    # For their mismatch KL; everything else on a GPU is in 16 bits.
+    exact = recipe in ("recipes/arithmetic/grpo.toml", "recipes/shop/grpo.toml")
     assert config.trainer.device == "cpu" or config.model.dtype == ("float32" if exact else "bfloat16")
 
 

@@ -19,6 +19,7 @@ from rltool.config.train import TrainConfig
 from rltool.errors import EngineError, ExportFailed, OutputFailed, PartLost, RltoolError, SaveFailed, TrainingStopped
 from rltool.report.samples import SampleRecord, read_samples
 from rltool.terminal import Console
+from rltool.training.checks.exact import LayerSearch
 from rltool.training.loop import Loop, Parts, Progress
 from rltool.training.observe.metrics import MetricsWriter, progress_line
 from rltool.training.observe.sample_log import SampleLog
@@ -253,6 +254,56 @@ def test_with_exact_one_bit_of_difference_stops_before_the_step(tmp_path):
     with pytest.raises(TrainingStopped, match=r"algorithm.exact: (\d+) of \1 log-probabilities are not .* 1.19e-07"):
         run.loop.run()
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
+
+
+class Ranks:
+    """What a trainer's group says of the layer; or the error that it raises."""
+
+    def __init__(self, answer):
+        self.answer, self.asked = answer, []
+
+    def differing_layer(self, tokens, logprob, directory):
+        self.asked.append((tokens, logprob, json.loads((directory / "row.json").read_text())))
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "raised", "said"),
+    [
+        ("as a prompt the first part that differs is model.layers.12.mlp", TrainingStopped, "{answer} ({directory})"),
+        (ExportFailed("disk full"), TrainingStopped, "the layer that differs could not be found: disk full"),
+        (PartLost("rank 0 died"), PartLost, "Then, looking for the layer: rank 0 died"),
+    ],
+)
+def test_with_exact_the_error_names_token_and_layer_and_keeps_the_first_error(tmp_path, answer, raised, said):
+    """The first sample that differs has one more token before the difference than the one behind it."""
+    world, ranks = World(), Ranks(answer)
+    lines: list[str] = []
+    run = Run(tmp_path, world, steps=2, algorithm={"exact": True}, model={"path": "model", "dtype": "bfloat16"})
+    run.loop.layers = LayerSearch(ranks, tmp_path / "exact", lines.append)
+    world.next_batch = lambda step: SourcedBatch(batch_of_lengths([3, 3, 3, 4]), {}, ("v0",))
+    world.forward_backward = lambda batch, on_policy=False: (
+        batch.rollout_logprobs + torch.tensor([0, 0, 0, 0, 0, 2**-20, 0, 2**-21, 0, 0, 0, 0, 2**-22]), {}
+    )  # fmt: skip
+    with pytest.raises(raised) as error:
+        run.loop.run()
+    assert "algorithm.exact: 3 of 9 log-probabilities are not the engines' (max 9.54e-07)" in str(error.value)
+    assert "Step 0, sample 2, token 1 of 3 (id 7): trainer -0.99999952" in str(error.value)
+    directory = tmp_path / "exact/step_0"
+    assert said.format(answer=answer, directory=directory) in str(error.value) and len(lines) == 1
+    [(tokens, logprob, row)] = ranks.asked
+    assert tokens == [6, 7] and logprob == row["trainer"] == -1.0 + 2**-21
+    assert row == {"step": 0, "sample": 2, "token": 1, "tokens": [6, 7, 8], "trainer": logprob, "engine": -1.0}
+
+
+def batch_of_lengths(lengths):
+    mask = torch.cat([torch.tensor([0.0] + [1.0] * (n - 1)) for n in lengths])
+    return make_batch().replace(
+        tokens=torch.arange(sum(lengths)), lengths=torch.tensor(lengths), loss_mask=mask, loss_weights=mask,
+        rollout_logprobs=-mask, token_versions=torch.where(mask > 0, 0, -1),
+    )  # fmt: skip
 
 
 def test_a_replay_measures_the_logprob_difference_and_goes_on(tmp_path):

@@ -94,6 +94,26 @@ def test_without_the_variable_readers_are_left_alone(condition):
     assert condition.wait is Condition.wait
 
 
+@pytest.mark.parametrize(
+    ("variable", "asked", "version", "made"),
+    [("1", 1, 3, 2), ("1", 7, 3, 7), ("1", 1, 4, 1), ("0", 1, 3, 1)],
+)
+def test_a_batch_invariant_server_attends_with_a_mask_also_where_every_query_is_one_token(
+    monkeypatch, variable, asked, version, made
+):
+    module, called = types.ModuleType("vllm.v1.attention.backends.flash_attn"), []
+    module.flash_attn_varlen_func = lambda *args, **options: called.append((args, options))
+    parts = module.__name__.split(".")
+    for depth in range(1, len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:depth]), types.ModuleType(parts[depth - 1]))
+    sys.modules["vllm.v1.attention.backends"].flash_attn = module
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    for _ in range(2):
+        patches.attend_alike({patches.BATCH_INVARIANT_VARIABLE: variable})
+    module.flash_attn_varlen_func("q", max_seqlen_q=asked, fa_version=version)
+    assert called == [(("q",), {"max_seqlen_q": made, "fa_version": version})]
+
+
 @pytest.fixture
 def system_utils(monkeypatch):
     """What the plugin looks for in vllm.utils.system_utils: a method that the platform has set, and what may override

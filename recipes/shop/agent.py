@@ -1,0 +1,74 @@
+"""An agent of openai-agents, as its users write one: it knows an OpenAI model behind a URL, and nothing of training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+from agents import (
+    Agent,
+    AgentsException,
+    OpenAIChatCompletionsModel,
+    RunConfig,
+    RunContextWrapper,
+    Runner,
+    function_tool,
+    set_tracing_disabled,
+)
+
+set_tracing_disabled(True)
+MAX_TURNS = 6
+
+
+def tool(function: Any) -> Any:
+    """What goes wrong in it is one word for the model."""
+    return function_tool(function, failure_error_function=lambda context, error: "error")
+
+
+@tool
+async def price(prices: RunContextWrapper[dict[str, int]], item: str) -> str:
+    """Price of one item."""
+    return str(prices.context.get(item, "unknown"))
+
+
+@tool
+async def add(a: int, b: int) -> str:
+    """a + b"""
+    return str(a + b)
+
+
+@tool
+async def subtract(a: int, b: int) -> str:
+    """a - b"""
+    return str(a - b)
+
+
+@tool
+async def multiply(a: int, b: int) -> str:
+    """a * b"""
+    return str(a * b)
+
+
+CLERK = Agent[dict[str, int]]("clerk", tools=[price, add, subtract, multiply])
+
+_client: openai.AsyncOpenAI | None = None
+"""One connection pool for all episodes of this process."""
+
+
+def client_for(task: Any) -> openai.AsyncOpenAI:
+    global _client
+    _client = _client or openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
+    return _client.with_options(base_url=task.base_url, api_key=task.api_key)
+
+
+async def run(task: Any) -> float:
+    """1.0 if the answer is the label, else 0.0: also for a tool that does not exist, and for too many turns."""
+    model = OpenAIChatCompletionsModel(task.model, client_for(task))
+    try:
+        ended = await Runner.run(
+            CLERK, task.row["prompt"], context=task.row["metadata"]["prices"], max_turns=MAX_TURNS,
+            run_config=RunConfig(model=model),
+        )  # fmt: skip
+    except (AgentsException, openai.BadRequestError):  # the second: the conversation is longer than the model takes
+        return 0.0
+    return float(str(ended.final_output).strip() == task.row["label"])
