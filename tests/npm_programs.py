@@ -7,13 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+
+from tests.http_server import Quiet, answering
 
 TASK = "Create the file sum.txt with the text 5 in it."
 SUB_TASK = "Count the files here."
@@ -144,25 +144,15 @@ def no_other_hosts() -> Iterator[tuple[str, list[str]]]:
     """(URL of a proxy that refuses everything, what it was asked for)."""
     asked: list[str] = []
 
-    class Refusing(BaseHTTPRequestHandler):
+    class Refusing(Quiet):
         def refuse(self) -> None:
             asked.append(self.path)
             self.send_error(403)
 
         do_CONNECT = do_GET = do_POST = do_HEAD = refuse
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Refusing)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(Refusing) as url:
+        yield url, asked
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -21,12 +21,12 @@ class VerifiersEnv:
     """`run` is the agent, `rows` is its data set.
 
     settings: the block `env` of verifiers' own configuration: `taskset` with its id, which names an installed package
-    or a module on the path, and `agent` with its harness and runtime.
+    or a module on the path, and `agent` (or what an `Env` of the taskset's own calls it) with its harness and runtime.
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        """UsageError without the package, for settings that verifiers refuses, for an `Env` that plays in its own way
-        (several agents, attempts), and for retries of verifiers' own."""
+        """UsageError without the package, for settings that verifiers refuses, for an `Env` of several agents or
+        attempts, and for retries of verifiers' own."""
         try:
             import verifiers.v1 as vf
         except ImportError as error:
@@ -36,12 +36,16 @@ class VerifiersEnv:
             environment = vf.load_environment(self._config)
         except Exception as error:
             raise UsageError(f"verifiers refuses {dict(settings)}: {type(error).__name__}: {error}") from error
-        if type(environment) is not vf.SingleAgentEnv:
+        kind = type(environment)
+        agents = {name: value for name, value in vars(self._config).items() if isinstance(value, vf.AgentConfig)}
+        again = kind is not vf.SingleAgentEnv and kind.__module__.startswith(vf.__name__ + ".envs.")
+        if len(agents) != 1 or again:
             raise UsageError(
-                f"{type(environment).__name__} of verifiers plays a task with several agents, or again and again, "
+                f"{kind.__name__} of verifiers plays a task with several agents, or again and again, "
                 "which would be one episode with one reward here: only environments of one agent can be trained"
             )
-        for name, retries in (("retries", self._config.retries), ("agent.retries", self._config.agent.retries)):
+        [(agent, its)] = agents.items()
+        for name, retries in (("retries", self._config.retries), (f"{agent}.retries", its.retries)):
             if retries.max_retries or retries.rules:
                 raise UsageError(
                     f"{name} of verifiers would play again in the same session, and train the abandoned attempt too: "
@@ -91,5 +95,6 @@ def reward_of_episode(episode: Any) -> float:
     if not episode.ok:
         errors = [error for part in (*episode.traces, episode) for error in part.errors]
         raise AgentFailed("; ".join(f"{error.type}: {error.message}" for error in errors) or "no reason was given")
-    [trace] = episode.traces
-    return trace.reward
+    if len(episode.traces) != 1:
+        raise AgentFailed(f"its agent was run {len(episode.traces)} times: an episode has one run, and one reward")
+    return episode.traces[0].reward

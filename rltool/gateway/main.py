@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -28,7 +27,7 @@ from rltool.gateway.registry import Sessions
 from rltool.gateway.server import SHUTDOWN_SECONDS, GatewayServer
 from rltool.gateway.store import SessionStore
 from rltool.gateway.turns import Model, Turns
-from rltool.processes import connections
+from rltool.processes import connections, garbage
 from rltool.processes.keys import read_key
 from rltool.processes.tasks import Background, beside
 from rltool.rollout.pictures import PictureReader
@@ -98,35 +97,14 @@ COLLECT_SECONDS = 600.0
 """How often everything is looked through for what only holds itself."""
 
 
-def look_at_new_objects_alone() -> None:
-    """What survives a garbage collection of more than the newest objects is left out of all later ones.
-
-    Sessions and turns in progress are some hundred objects each: with 1,000 sessions a full collection stopped all of
-    them for 340 ms, and such stops were a sixth of the gateway's CPU. Reference counts free what is frozen all the
-    same; of 3,000 turns, full collections found 500 objects that hold each other.
-    """
-
-    def after(phase: str, about: dict[str, int]) -> None:
-        if phase == "stop" and about["generation"] > 0:
-            gc.freeze()
-
-    gc.callbacks.append(after)
-    gc.set_threshold(gc.get_threshold()[0], 5, 1)
-    gc.collect()
-
-
-async def _collect_all() -> None:
-    gc.unfreeze()
-    gc.collect()
-
-
 async def serve(config: GatewayConfig, parts: Parts) -> None:
     """Until it is cancelled."""
     views = views_on_stdin() if parts.follows else None
     background = Background()
     async with gateway(config, parts, views) as app, served(app, config.host, config.port, shared=config.processes > 1):
-        look_at_new_objects_alone()
-        background.repeat(_collect_all, "a full garbage collection", seconds=COLLECT_SECONDS)
+        garbage.look_once()
+        background.repeat(garbage.look, "garbage collection", seconds=garbage.LOOK_SECONDS)
+        background.repeat(garbage.look_at_all, "a full garbage collection", seconds=COLLECT_SECONDS)
         write_line(f"serving on {config.host}:{config.port}")
         try:
             await asyncio.Event().wait()

@@ -1,5 +1,5 @@
-"""When Python collects cycles: not while engines stand still, and not among what was
-there when the work began.
+"""When Python collects cycles: not while engines stand still, not among what was there when the work began, and not
+twice among the same objects in a server.
 
 A full collection in a process with torch, transformers and the data of a run takes 0.07 to 0.15 s (190,000 objects), as
 long as the whole sync of a model of 7B; a rollout manager answers no request meanwhile.
@@ -39,3 +39,35 @@ def settle() -> None:
     """What there is now is there for good: later collections do not look at it."""
     gc.collect()
     gc.freeze()
+
+
+LOOK_SECONDS = 0.05
+"""How often a server that looks at each object once does so: what came since then stops it for some milliseconds."""
+
+
+def look_once() -> None:
+    """From now on each object is looked at by one collection, the next, and left out of all later ones; so for a server
+    whose requests are in progress for long, and which runs `look` every LOOK_SECONDS.
+
+    Of a gateway with 2,000 turns in progress, collections were a fifth of its CPU. Python looks again at what survives,
+    and collects when 700 objects more have come than gone: between turns that come as fast as they go it waits, and
+    then looks at those of hundreds of turns at once. Reference counts free what is left out all the same; cycles among
+    it are found by `look_at_all`.
+    """
+
+    def after(phase: str, about: dict[str, int]) -> None:
+        if phase == "stop":
+            gc.freeze()
+
+    gc.callbacks.append(after)
+    gc.set_threshold(10_000)
+    gc.collect()
+
+
+async def look() -> None:
+    gc.collect(0)
+
+
+async def look_at_all() -> None:
+    gc.unfreeze()
+    gc.collect()

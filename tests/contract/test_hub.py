@@ -7,12 +7,12 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from tests.http_server import Quiet, answering
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {"config.json": b'{"architectures": []}', "model.safetensors": b"weights", "pytorch_model.bin": b"a pickle"}
@@ -21,7 +21,7 @@ DATA = "from rltool.rollout.data.load import read_rows; from rltool.rollout.data
        "print(list(read_rows(parse_spec({name!r}))))"  # fmt: skip
 
 
-class Hub(BaseHTTPRequestHandler):
+class Hub(Quiet):
     """One repository, acme/tiny, as the hub serves it."""
 
     asked: list[str]
@@ -62,22 +62,12 @@ class Hub(BaseHTTPRequestHandler):
         if body:
             self.wfile.write(data)
 
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
 
 @pytest.fixture
 def hub() -> Iterator[tuple[str, list[str]]]:
     asked: list[str] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("OwnHub", (Hub,), {"asked": asked}))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", asked
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(type("OwnHub", (Hub,), {"asked": asked})) as url:
+        yield url, asked
 
 
 def ask(code: str, name: str, home: Path, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -7,12 +7,12 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from rltool.rollout.rewards.pool import RewardFailure, RewardPool
 from rltool.rollout.sample import Sample, SampleStatus
+from tests.http_server import Quiet, answering
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def server(*replies) -> Iterator[tuple[str, list]]:
     received: list = []
     over = threading.Event()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet):
         def do_POST(self):
             received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             reply = replies[min(len(received), len(replies)) - 1]
@@ -35,19 +35,11 @@ def server(*replies) -> Iterator[tuple[str, list]]:
             self.end_headers()
             self.wfile.write(data)
 
-        def log_message(self, format, *args):
-            pass
-
-    own = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=own.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{own.server_port}/score", received
-    finally:
-        over.set()
-        own.shutdown()
-        own.server_close()
-        thread.join()
+    with answering(Handler) as url:
+        try:
+            yield f"{url}/score", received
+        finally:
+            over.set()
 
 
 def ask(url: str, *, deadline: float = 30.0, **options):

@@ -197,6 +197,16 @@ def cookbook_python() -> Path:
     return _released("cookbook", "RLTOOL_COOKBOOK_PYTHON")
 
 
+def harbor_python() -> Path:
+    """That of Harbor and openenv-core (requirements/harbor.txt), as clients_python."""
+    return _released("harbor", "RLTOOL_HARBOR_PYTHON")
+
+
+def nemo_gym_python() -> Path:
+    """That of nemo-gym (requirements/nemo-gym.txt), as clients_python."""
+    return _released("nemo-gym", "RLTOOL_NEMO_GYM_PYTHON")
+
+
 def programs() -> Path:
     """The folder of the programs from npm (requirements/programs), as clients_python."""
     how = "make programs, then RLTOOL_PROGRAMS=$PWD/.programs (`make test-long` does both)"

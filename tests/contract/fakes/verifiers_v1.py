@@ -111,6 +111,13 @@ class SingleAgentEnv:
 class BestOfN(SingleAgentEnv):
     """verifiers' environments that play in their own way."""
 
+    __module__ = __name__ + ".envs.best_of_n"
+
+
+@dataclass
+class AgentConfig:
+    retries: Any
+
 
 def resolve_env_config(settings: dict[str, Any]) -> Any:
     def retries(given: dict[str, Any]) -> Any:
@@ -120,8 +127,9 @@ def resolve_env_config(settings: dict[str, Any]) -> Any:
     if "color" in agent:
         raise ValueError("agent.color: Extra inputs are not permitted")
     return SimpleNamespace(
-        id=settings.get("id", ""), retries=retries(settings), agent=SimpleNamespace(retries=retries(agent))
-    )
+        id=settings.get("id", ""), retries=retries(settings), agent=AgentConfig(retries(agent)),
+        **({"judge": AgentConfig(retries({}))} if settings.get("id") == "judged" else {}),
+    )  # fmt: skip
 
 
 def load_environment(config: Any) -> SingleAgentEnv:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 import requests
 
+from rltool.agents.remote import RemoteAgents
+from rltool.agents.sessions import GatewayClient
+from rltool.agents.task import AgentTask
 from rltool.config.gateway import GatewayConfig
+from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.fleet import FleetPolicy
 from rltool.gateway.fleet import POLICY, FleetView
@@ -23,6 +29,8 @@ from tests.contract.fakes.sglang import FakeSglang
 KEY = "gateway-test-key"
 START_SECONDS = 120.0
 QUICK = FleetPolicy(probe_seconds=0.05, canary_seconds=0.05)
+PATIENT = replace(POLICY, idle_canary_seconds=3600.0)
+"""For scripts that wait long for their agent: the canary request of an idle engine would take a reply of theirs."""
 
 
 @dataclass
@@ -140,3 +148,43 @@ class Gateway:
                 engine.hurry()
             said += text
         return said
+
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def played(
+    gateway: Gateway, python: Path, agent: str, rows: Sequence[dict[str, Any]], cwd: Path, **variables: str
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Their sessions' records and rewards (or errors), one after the other, by `rltool agents` with that interpreter,
+    which has rltool by its path alone."""
+    environment = os.environ | {"PYTHONPATH": f"{cwd}:{ROOT}"} | variables
+    command = [python, "-m", "rltool", "agents", gateway.url, agent, "--workers", "1"]
+    worker = subprocess.Popen(
+        [*command, "--key-file", str(gateway.directory / "gateway.key")], cwd=cwd, env=environment
+    )  # fmt: skip
+    sessions = [gateway.open() for _ in rows]
+
+    async def play() -> list[Any]:
+        async with EngineClient() as client:
+            agents = RemoteAgents(lambda: GatewayClient(client, gateway.url, KEY, seconds=10.0))
+            found = []
+            for session, row in zip(sessions, rows, strict=True):
+                row = {"index": 0, "messages": None, "label": None, "response": None, **row}
+                urls = session["openai_base_url"], session["anthropic_base_url"]
+                task = AgentTask(*urls, session["key"], session["model"], row, 600, 5)
+                found += await asyncio.gather(agents.run(task), return_exceptions=True)
+            return found
+
+    async def play_while_it_runs() -> list[Any]:
+        playing = asyncio.create_task(play())
+        while not (await asyncio.wait([playing], timeout=1.0))[0]:
+            assert worker.poll() is None, f"`rltool agents` ended with exit code {worker.returncode}"
+        return playing.result()
+
+    try:
+        rewards = asyncio.run(play_while_it_runs())
+    finally:
+        worker.terminate()
+        worker.wait()
+    return [gateway.record(session) for session in sessions], rewards

@@ -15,16 +15,13 @@ import pytest
 
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.recorded import samples_of
-from rltool.agents.remote import RemoteAgents
-from rltool.agents.sessions import GatewayClient
 from rltool.agents.task import AgentTask
 from rltool.agents.verifiers_env import VerifiersEnv
-from rltool.engines.client import EngineClient
 from rltool.errors import UsageError
 from rltool.rollout.sample import Sample
 from tests.contract.fakes import verifiers_v1
-from tests.contract.gateway.running import KEY, Gateway
-from tests.contract.gateway.test_agents import ROOT, stretches
+from tests.contract.gateway.running import PATIENT, ROOT, Gateway, played
+from tests.contract.gateway.test_agents import stretches
 
 TASKS = ROOT / "tests" / "verifiers_tasks"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
@@ -84,6 +81,7 @@ def test_a_row_of_another_data_set_is_a_failure_that_says_so(gateway, stand_in):
     [
         ({"agent": {"color": 2}}, "agent.color: Extra inputs are not permitted"),
         ({"id": "best-of-n"}, "BestOfN of verifiers plays a task with several agents"),
+        ({"id": "judged"}, "SingleAgentEnv of verifiers plays a task with several agents"),
         ({"retries": 1}, "^retries of verifiers .* rollout.agent_retries"),
         ({"agent": {"rules": ["one"]}}, "^agent.retries of verifiers"),
     ],
@@ -112,41 +110,79 @@ def real(tmp_path_factory) -> Path:
     return root / "bin"
 
 
+@pytest.fixture
+def variables(real, tmp_path) -> dict[str, str]:
+    """Its caches go where HOME says."""
+    path = f"{real}:{os.environ['PATH']}"
+    return {"PATH": path, "HOME": str(tmp_path), "PYTHONPATH": f"{TASKS}:{ROOT}"}
+
+
+def rows_of(real: Path, program: str, variables: dict[str, str]) -> list[dict[str, Any]]:
+    command, environment = [real / "python", program], os.environ | variables
+    printed = subprocess.run(command, cwd=TASKS, env=environment, check=True, stdout=subprocess.PIPE)
+    return [json.loads(line) for line in printed.stdout.splitlines()]
+
+
+def alone(real: Path, gateway: Gateway, taskset: str, agent: str, variables: dict[str, str]) -> list[float | None]:
+    """Rewards by `vf-eval`, task after task; None for one that failed."""
+    session, directory = gateway.open(), Path(variables["HOME"])
+    settings = f"""
+model = "policy"
+max_concurrent = 1
+push = false
+output_dir = "{directory}"
+run = {{ name = "alone", dir = "{taskset}" }}
+client = {{ base_url = "{session["openai_base_url"]}", api_key_var = "SESSION_KEY" }}
+[env]
+taskset = {{ id = "{taskset}" }}
+{agent} = {{ harness = {{ id = "null" }}, runtime = {{ type = "subprocess" }} }}
+"""
+    (directory / "eval.toml").write_text(settings)
+    command = [real / "vf-eval", "@", directory / "eval.toml", "--no-rich"]
+    environment = os.environ | variables | {"SESSION_KEY": session["key"]}
+    subprocess.run(command, cwd=TASKS, env=environment, check=True, stdin=subprocess.DEVNULL)
+    episodes = [json.loads(line) for line in (directory / taskset / "traces.jsonl").read_text().splitlines()]
+    episodes.sort(key=lambda episode: episode["task"]["data"]["idx"])
+    return [
+        sum(reward["score"] * reward["weight"] for reward in episode["traces"][0]["rewards"].values())
+        if episode["ok"] else None
+        for episode in episodes
+    ]  # fmt: skip
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_the_real_package_plays_with_its_tools_and_judges(real, gateway: Gateway, engine, words, tmp_path):
-    """Its caches go where HOME says."""
-    variables = os.environ | {
-        "PATH": f"{real}:{os.environ['PATH']}", "HOME": str(tmp_path), "PYTHONPATH": f"{TASKS}:{ROOT}",
-    }  # fmt: skip
-    python = str(real / "python")
-    printed = subprocess.run([python, "sums_env.py"], cwd=TASKS, env=variables, check=True, stdout=subprocess.PIPE)
-    rows = [json.loads(line) for line in printed.stdout.splitlines()]
-    engine.script += [words.spell(text) for text in (CALL, "5", "3", "what?")]  # one episode after the other
-    worker = subprocess.Popen(
-        [python, "-m", "rltool", "agents", gateway.url, "sums_env:run", "--workers", "1",
-         "--key-file", str(gateway.directory / "gateway.key")],
-        cwd=TASKS, env=variables,
-    )  # fmt: skip
-    sessions = [gateway.open() for _ in rows]
+def test_the_real_package_plays_with_its_tools_and_judges(real, engine, tokenizer_dir, words, tmp_path, variables):
+    """Rewards are those of `vf-eval` on the same replies."""
+    rows = rows_of(real, "sums_env.py", variables)
+    script = [words.spell(text) for text in (CALL, "5", "3", "what?")]  # one episode after the other
+    with Gateway(tmp_path, tokenizer_dir, [engine], policy=PATIENT) as gateway:
+        engine.script += script
+        records, rewards = played(gateway, real / "python", "sums_env:run", rows, TASKS, **variables)
+        right, wrong, unjudged = rewards
+        assert (right, wrong) == (0.5, 0.0)
+        assert isinstance(unjudged, AgentFailed) and "TaskError" in str(unjudged) and "nobody knows" in str(unjudged)
+        assert [turn["left_out"] for turn in records[0]["turns"]] == ["", ""], records[0]["turns"]
+        [sample] = samples_of(records[0], Sample(0, 0, 0, [1]), result=right, max_tokens=4096)
+        assert stretches(sample, words) == [f"{CALL}<|im_end|>", "5<|im_end|>"]
+        assert "<tool_response>\n5\n" in words.text(sample.response_ids)
+        engine.script += script
+        assert alone(real, gateway, "rltool-sums", "agent", variables) == [0.5, 0.0, None]
 
-    async def play() -> list[Any]:
-        async with EngineClient() as client:
-            agents = RemoteAgents(lambda: GatewayClient(client, gateway.url, KEY, seconds=10.0))
-            found = []
-            for session, row in zip(sessions, rows, strict=True):
-                found += await asyncio.gather(agents.run(task_of(session, row)), return_exceptions=True)
-            return found
 
-    try:
-        right, wrong, unjudged = asyncio.run(play())
-    finally:
-        worker.terminate()
-        worker.wait()
-    assert (right, wrong) == (0.5, 0.0)
-    assert isinstance(unjudged, AgentFailed) and "TaskError" in str(unjudged) and "nobody knows" in str(unjudged)
-    record = gateway.record(sessions[0])
-    assert [turn["left_out"] for turn in record["turns"]] == ["", ""], record["turns"]
-    [sample] = samples_of(record, Sample(0, 0, 0, [1]), result=right, max_tokens=4096)
-    assert stretches(sample, words) == [f"{CALL}<|im_end|>", "5<|im_end|>"]
-    assert "<tool_response>\n5\n" in words.text(sample.response_ids)
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_an_env_of_a_taskset_s_own_plays_with_one_agent(real, engine, tokenizer_dir, words, tmp_path, variables):
+    rows = rows_of(real, "guess_env.py", variables)
+    script = [words.spell(text) for text in ("5", "7", "1", "9", "2")]
+    with Gateway(tmp_path, tokenizer_dir, [engine], policy=PATIENT) as gateway:
+        engine.script += script
+        records, rewards = played(gateway, real / "python", "guess_env:run", rows, TASKS, **variables)
+        assert rewards == [0.75, 0.0]
+        samples = [samples_of(record, Sample(0, 0, 0, [1]), result=0.0, max_tokens=4096) for record in records]
+        assert [[stretches(sample, words) for sample in made] for made in samples] == [
+            [["5<|im_end|>", "7<|im_end|>"]], [["1<|im_end|>", "9<|im_end|>", "2<|im_end|>"]],
+        ]  # fmt: skip
+        assert "higher" in words.text(samples[0][0].response_ids)
+        engine.script += script
+        assert alone(real, gateway, "rltool-guess", "player", variables) == rewards

@@ -186,7 +186,8 @@ def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
     assert found == {
         "config/base.py",  # shown(), which masks
         "gateway/launch.py", "agents/gateway_process.py",  # settings of a gateway, which has no table for secrets
-        "agents/verifiers_env.py", "rollout/measure/eval_set.py",  # rows, and what an evaluation set lays over a run
+        "agents/verifiers_env.py", "agents/harbor_env.py",  # rows
+        "rollout/measure/eval_set.py",  # what an evaluation set lays over a run
         "engines/run_client.py", "engines/endpoints.py", "gateway/fleet.py",  # addresses, with paths of key files
         "megatron/served.py", "training/served.py",  # rank, alpha and targets of an adapter
         "tinker/launch.py",  # to a file of mode 600

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from rltool.environments.gym import TextGym
 from rltool.environments.protocol import Step, Task
 from rltool.environments.scores import exact_answer
 from rltool.errors import UsageError
+from tests.e2e.engines import harbor_python
 
 PLACE = "tests.unit.environments.test_gym"
 
@@ -123,6 +128,92 @@ def test_openenv_s_protocol():
     start, steps = play(TextGym(Remote), task(), "no", "yes")
     assert start[0].text == "say it"
     assert [(step.done, step.reward) for step in steps] == [(False, 0.0), (True, 1.0)]
+
+
+OPENENV = """
+import asyncio, json, random, threading, time
+import uvicorn
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv.core.generic_client import GenericEnvClient
+from rltool.chat.conversation import Message
+from rltool.environments.gym import TextGym
+from rltool.environments.protocol import Task
+
+class Guess(Action):
+    number: int
+
+class Answer(Observation):
+    said: str
+
+class Guessing(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.secret, self.steps = random.Random(seed).randrange(100), 0
+        return Answer(said="below 100", done=False, reward=None)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        self.steps += 1
+        if action.number == self.secret:
+            return Answer(said="right", done=True, reward=1.0)
+        return Answer(said="lower" if action.number > self.secret else "higher", done=self.steps == 3, reward=-0.25)
+
+    @property
+    def state(self):
+        return State(step_count=self.steps)
+
+def said(observation):
+    return observation["said"]
+
+def guess(text):
+    return {"number": int(text)}
+
+async def by_textgym(url, seed, guesses):
+    client = "openenv.core.generic_client:GenericEnvClient"
+    gym = TextGym(client, arguments={"base_url": url}, show="guessing:said", act="guessing:guess")
+    start = await gym.reset(Task(0, (Message("user", "go"),), None, {"seed": seed}, seed=1))
+    steps = [await gym.step(Message("assistant", str(number))) for number in guesses]
+    await gym.close()
+    texts = [step.messages[-1].text if step.messages else "" for step in steps]
+    seen = [[text, step.reward, step.done] for text, step in zip(texts, steps)]
+    return [[start.messages[-1].text, None, False], *seen]
+
+async def alone(url, seed, guesses):
+    async with GenericEnvClient(base_url=url) as client:
+        results = [await client.reset(seed=seed)] + [await client.step(guess(number)) for number in guesses]
+    return [["" if r.done else r.observation["said"], r.reward, r.done] for r in results]
+
+if __name__ == "__main__":
+    app = create_fastapi_app(Guessing, Guess, Answer, max_concurrent_envs=4)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical"))
+    threading.Thread(target=server.run, daemon=True).start()
+    while not server.started:
+        time.sleep(0.01)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    secret = random.Random(7).randrange(100)
+    episodes = [(7, [secret - 1, secret + 1, secret]), (7, [secret]), (7, [0, 0, 0])]
+    async def side_by_side(player):
+        return await asyncio.gather(*(player(url, *episode) for episode in episodes))
+    print(json.dumps([asyncio.run(side_by_side(player)) for player in (by_textgym, alone)]))
+"""
+
+
+@pytest.mark.long
+def test_a_server_of_openenv_core_through_its_own_client(tmp_path):
+    """The package's WebSocket server and GenericEnvClient, in its environment; rewards as by the client alone."""
+    (tmp_path / "guessing.py").write_text(OPENENV)
+    root = Path(__file__).resolve().parents[3]
+    variables = os.environ | {"PYTHONPATH": f"{tmp_path}:{root}"}
+    command = [harbor_python(), "guessing.py"]
+    printed = subprocess.run(command, cwd=tmp_path, env=variables, check=True, stdout=subprocess.PIPE)
+    ours, theirs = json.loads(printed.stdout)
+    assert ours == theirs
+    assert [[step[1:] for step in episode] for episode in ours] == [
+        [[None, False], [-0.25, False], [-0.25, False], [1.0, True]],
+        [[None, False], [1.0, True]],
+        [[None, False], [-0.25, False], [-0.25, False], [-0.25, True]],
+    ]
+    assert ours[0][1][0] == "higher" and ours[0][2][0] == "lower"
 
 
 def test_observations_that_are_no_text_need_a_function():

@@ -97,6 +97,8 @@ OWNERS = {
     "datasets": {"rollout/data/hub.py": "data sets by name"},
     "math_verify": {"rollout/rewards/shipped.py": "a reward"},
     "verifiers": {"agents/verifiers_env.py": "its environments"},
+    "harbor": {"agents/harbor_env.py": "its tasks", "agents/harbor_local.py": "an environment for them"},
+    "nemo_gym": {"agents/nemo_gym_env.py": "its environments"},
     "requests": {"engines/sync_client.py": "one-shot calls of the command line"},
 }
 """Heavy or owned package -> where it may be imported (a room, a room within a room, or one file) and why."""
@@ -114,7 +116,7 @@ GATEWAY_IMPORTS = {
 """Rooms that the gateway may import, and for what: it trains nothing, and knows no weights."""
 
 LAZY_ONLY = {"boto3", "botocore", "transformers", "sglang_router", "reasoning_gym", "pyarrow", "sglang",
-    "huggingface_hub", "datasets", "math_verify", "verifiers",
+    "huggingface_hub", "datasets", "math_verify", "verifiers", "nemo_gym",
 }  # fmt: skip
 """Packages that take seconds to import, or belong to one feature: inside functions only."""
 

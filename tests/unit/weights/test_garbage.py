@@ -19,7 +19,10 @@ class Cycle:
 @pytest.fixture(autouse=True)
 def _as_before():
     assert gc.isenabled()
+    thresholds, callbacks = gc.get_threshold(), gc.callbacks[:]
     yield
+    gc.callbacks[:] = callbacks
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
     gc.enable()
 
@@ -64,6 +67,36 @@ def test_what_was_there_is_not_looked_at_again_and_what_comes_is():
     gone = weakref.ref(new)
     del new
     gc.collect()
+    assert gone() is None
+
+
+def test_a_server_looks_at_each_object_once_and_at_cycles_that_were_left_out_when_it_looks_at_all():
+    looked = []
+
+    def count(phase: str, about: dict[str, int]) -> None:
+        if phase == "start":
+            looked.append(sum(len(gc.get_objects(generation=g)) for g in range(about["generation"] + 1)))
+
+    garbage.look_once()
+    gc.callbacks.append(count)
+    rounds, objects, kept = 60, 12_000, []
+    for number in range(rounds):
+        for _ in range(12):
+            if number >= rounds // 2:  # as many go as come: Python by itself would wait
+                del kept[0]
+            kept.append([{"turn": []} for _ in range(objects // 24)])
+        asyncio.run(garbage.look())
+    assert 0.95 < sum(looked) / (rounds * objects) < 1.1 and max(looked) < 1.1 * objects, looked
+    left_out = gc.get_freeze_count()
+    kept.clear()
+    assert left_out - gc.get_freeze_count() >= rounds // 2 * objects  # freed all the same
+    old = Cycle()
+    gone = weakref.ref(old)
+    asyncio.run(garbage.look())
+    del old
+    asyncio.run(garbage.look())
+    assert gone() is not None
+    asyncio.run(garbage.look_at_all())
     assert gone() is None
 
 
