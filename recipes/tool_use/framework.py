@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import openai
 from agents import (
     Agent,
     AgentsException,
@@ -30,12 +31,11 @@ AGENT = Agent("calculator", tools=[calculate])
 
 
 async def run(task: Any) -> float:
-    """1.0 if the answer is the label, else 0.0: also for a tool that does not exist, and for too many turns."""
+    """1.0 if the answer is the label, else 0.0: also for a tool that does not exist, for too many turns, and for a
+    conversation that has become longer than the model takes."""
     model = OpenAIChatCompletionsModel(task.model, client_for(task))
     try:
-        ended = await Runner.run(
-            AGENT, task.row["prompt"], max_turns=MAX_TURNS, run_config=RunConfig(model=model)
-        )
-    except AgentsException:
+        ended = await Runner.run(AGENT, task.row["prompt"], max_turns=MAX_TURNS, run_config=RunConfig(model=model))
+    except (AgentsException, openai.BadRequestError):
         return 0.0
     return float(str(ended.final_output).strip() == task.row["label"])

@@ -45,12 +45,13 @@ class Knowing(FakeVllm):
 
 
 def played(
-    agent: str, rows: list[dict[str, Any]], model: Path, says: Callable[[str], str], directory: Path
-) -> tuple[list[float], list[dict[str, Any]], list[str]]:
+    agent: str, rows: list[dict[str, Any]], model: Path, says: Callable[[str], str], directory: Path,
+    max_model_len: int = 1024,
+) -> tuple[list[float], list[dict[str, Any]], list[str]]:  # fmt: skip
     """(rewards, records of the sessions, what the engine has read)."""
     with (
         Knowing(load_tokenizer(model), says) as engine,
-        Gateway(directory, model, [engine], max_model_len=1024) as gateway,
+        Gateway(directory, model, [engine], max_model_len=max_model_len) as gateway,
     ):
         sessions = [gateway.open() for _ in rows]
         tasks = [
@@ -126,7 +127,8 @@ def test_the_careless_clerk_is_mostly_wrong_and_the_sets_are_apart(tmp_path):
 
 def test_the_calculator_by_the_framework(tmp_path):
     model = tool_use.make_model(tmp_path / "model", seed=0)
-    rows = [{"prompt": "12*34", "label": "408"}, {"prompt": "50-61", "label": "-11"}, {"prompt": "2*", "label": "4"}]
+    right = [{"prompt": "12*34", "label": "408"}, {"prompt": "50-61", "label": "-11"}]
+    wrong = [{"prompt": "2*", "label": "4"}, {"prompt": "2*2*2*2*2*2*", "label": "64"}]
 
     def says(text: str) -> str:
         *_, result = text.rpartition(tool_use.TOOL)
@@ -134,6 +136,8 @@ def test_the_calculator_by_the_framework(tmp_path):
             return result.partition(tool_use.STOP)[0][:12]
         return tool_use.call_of(text.removeprefix(tool_use.USER).partition(tool_use.STOP)[0])
 
-    rewards, records, read = played("recipes.tool_use.framework", rows, model, says, tmp_path)
-    assert rewards == [1.0, 1.0, 0.0] and any("error" in text for text in read)
-    assert all(len(record["trajectories"]) == 1 and len(record["turns"]) == 2 for record in records)
+    rewards, records, read = played("recipes.tool_use.framework", right + wrong, model, says, tmp_path, 72)
+    assert rewards == [1.0, 1.0, 0.0, 0.0] and any("error" in text for text in read)
+    # With the last one's error the conversation is longer than the recipe's 72 tokens: its second turn is refused.
+    assert [len(record["turns"]) for record in records] == [2, 2, 2, 1]
+    assert all(len(record["trajectories"]) == 1 for record in records)
