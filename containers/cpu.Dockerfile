@@ -9,7 +9,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY requirements ./requirements
 COPY rltool ./rltool
-RUN RLTOOL_TORCH_INDEX=$RLTOOL_TORCH_INDEX requirements/setup.sh /opt/rltool
+RUN PIP_NO_CACHE_DIR=1 RLTOOL_TORCH_INDEX=$RLTOOL_TORCH_INDEX requirements/setup.sh /opt/rltool
 ENV PATH=/opt/rltool/bin:$PATH
 WORKDIR /rltool
 ENTRYPOINT ["rltool"]

@@ -10,7 +10,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY requirements ./requirements
 COPY tests/sglang_cpu ./tests/sglang_cpu
 COPY rltool ./rltool
-RUN RLTOOL_TORCH_INDEX=$RLTOOL_TORCH_INDEX tests/sglang_cpu/setup.sh /opt/sglang
+RUN PIP_NO_CACHE_DIR=1 RLTOOL_TORCH_INDEX=$RLTOOL_TORCH_INDEX tests/sglang_cpu/setup.sh /opt/sglang
 # Of its own: SGLang's pins conflict with rltool's other parts, and it needs nothing of rltool.
 RUN python -m venv /opt/rltool && /opt/rltool/bin/pip install --no-cache-dir -c requirements/constraints.txt .
 ENV PATH=/opt/rltool/bin:$PATH

@@ -39,7 +39,7 @@ class Sessions:
         self._on_end = on_end
         self._living: dict[str, Session] = {}
         self._asleep = store.open_sessions()
-        """Those on disk not yet asked for, and when they were last written."""
+        """Those on disk not yet asked for, and when they were last written, by the clock of files."""
         self.counts: Counter[str] = Counter(resumable=len(self._asleep))
         """Events since the start: opened, ended, timed_out; resumable: found at the start."""
 
@@ -124,7 +124,8 @@ class Sessions:
             if session.in_progress:
                 self.touch(session)
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
-        asleep = [name for name, written in self._asleep.items() if written < oldest]
+        before = oldest + self.store.ahead() if self._asleep else oldest
+        asleep = [name for name, written in self._asleep.items() if written < before]
         failed, ended = [], 0
         for late_one in (*late, *asleep):
             try:

@@ -32,6 +32,7 @@ from rltool.errors import RltoolError
 from rltool.gateway.errors import NotRecorded
 from rltool.gateway.session import Session
 from rltool.gateway.trajectory import TurnRecord
+from rltool.processes.files import clock_ahead
 
 SESSION_ID = re.compile(r"[0-9a-f]{32}")
 _TAIL = 4096
@@ -114,8 +115,12 @@ class SessionStore:
             os.utime(path)
             session.file_time = os.stat(path).st_mtime_ns
 
+    def ahead(self) -> float:
+        """Seconds by which the times of files are ahead of this host's clock (clock_ahead)."""
+        return clock_ahead(self.directory)
+
     def open_sessions(self) -> dict[str, float]:
-        """Sessions that have not ended -> when their file was last written, in seconds since the epoch."""
+        """Sessions that have not ended -> when their file was last written, by the clock of files."""
         files = ((file, file.stem) for file in self.directory.glob("*.jsonl"))
         found: dict[str, float] = {}
         for file, name in files:
@@ -125,14 +130,15 @@ class SessionStore:
         return found
 
     def last_written(self, session_id: str) -> float | None:
-        """Seconds since the epoch; None where there is no file."""
+        """By the clock of files; None where there is no file."""
         with contextlib.suppress(FileNotFoundError):
             return self.path(session_id).stat().st_mtime
         return None
 
     def remove_ended(self, before: float) -> int:
-        """Remove the files of sessions that ended before that time (seconds since the epoch); how many."""
-        removed = 0
+        """Remove the files of sessions that ended before that time (seconds since the epoch, by this host's clock); how
+        many."""
+        before, removed = before + self.ahead(), 0
         for file in self.directory.glob("*.jsonl"):
             with contextlib.suppress(FileNotFoundError):  # another gateway may have removed it
                 if SESSION_ID.fullmatch(file.stem) and file.stat().st_mtime < before and _has_ended(file):
@@ -177,11 +183,12 @@ class SessionStore:
             return None
         if not first.endswith(b"\n"):
             return None
+        used = about.st_mtime - self.ahead()
         with _blaming(file):
             event = loads(first)
             if event.pop("event") != "session":
                 raise ValueError("its first line is no session's")
-            session = Session(**event, last_used=about.st_mtime)
+            session = Session(**event, last_used=used)
         session.file_bytes, session.file_time = len(first), about.st_mtime_ns
         self._read_on(session, about.st_size)
         return session

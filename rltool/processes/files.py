@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,6 +42,13 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def clock_ahead(directory: Path) -> float:
+    """Seconds by which the clock that dates files of this directory is ahead of this host's: on a shared disk it is
+    another host's. Dates the directory anew."""
+    os.utime(directory)
+    return directory.stat().st_mtime - time.time()
 
 
 def write_text_atomic(path: Path, text: str, *, mode: int = 0o644) -> None:

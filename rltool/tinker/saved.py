@@ -48,7 +48,7 @@ class Saved:
 
 class Checkpoints:
     """The files below `directory`. shared: a directory with checkpoints for all clients. Owned by one event loop, but
-    for `remove_deleted`, `remove_copies` and `forget`, which the trainer's thread calls."""
+    for `date`, `remove_deleted`, `remove_copies` and `forget`, which the trainer's thread calls."""
 
     def __init__(self, directory: Path, shared: Path | None) -> None:
         self._directory, self._shared, self._copying = directory, shared, set[str]()
@@ -58,6 +58,12 @@ class Checkpoints:
 
     def at(self, path: CheckpointPath) -> Path:
         return self._directory / ("checkpoints" if path.kind == STATES else "samplers") / path.model / path.name
+
+    def date(self, path: CheckpointPath) -> None:
+        """Saved now, by the clock that all times here are of: a shared disk, and ranks elsewhere, have others."""
+        now = time.time()
+        with suppress(FileNotFoundError):  # deleted already
+            os.utime(self.at(path), (now, now))
 
     def demand(self, path: CheckpointPath, saves: Saves) -> None:
         """404 for one that is deleted or not saved yet. saves: of its model and kind."""

@@ -544,6 +544,9 @@ class Service(Books):
             seconds = time.perf_counter() - began
             counts["seconds"] += seconds
         if call.number not in self._journal.results:
+            if call.kind in SAVES and "error" not in result:
+                kind = STATES if call.kind == "save_weights" else SAMPLERS
+                self.checkpoints.date(CheckpointPath(call.model, kind, call.body["name"]))
             self._finish(call, result, seconds)
         else:
             self._carried_out(call)

@@ -78,6 +78,9 @@ class Processes:
     def urls(self):
         return self.engines.keys()
 
+    def is_lost(self, url):
+        return False
+
     async def exits(self):
         exited, self.exited = self.exited, {}
         return exited

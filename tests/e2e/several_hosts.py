@@ -59,12 +59,12 @@ class Cluster:
         ]  # fmt: skip
         node.run(argv, env=self.environment)
 
-    def rejoin(self, node: Host) -> None:
+    def rejoin(self, node: Host, *more: str) -> None:
         """A node that was killed, or that Ray has given up."""
         if not node.alive:
             self.hosts.boot(node)
         node.run([str(RAY), "stop", "--force"], env=self.environment)
-        self.join(node)
+        self.join(node, *more)
 
     def run(self, host: Host, *words: str, code: int = 0, timeout: float = 240.0) -> str:
         """`rltool WORDS` on a host, to its end."""

@@ -1,10 +1,13 @@
-"""What happens between the hosts of `rltool train` (tests/hosts): ranks' hosts that vanish or do not reach each other.
+"""What happens between the hosts of `rltool train` (tests/hosts): hosts of ranks, and of engines that the run starts
+itself, that vanish or do not reach each other.
 
-No engine takes part: the head is on a, where commands are given, a rank on b and one on c.
+The head is on a, where commands are given. Without engines there is a rank on b and one on c; managed engines are on b
+and c, and the rank on a.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +24,7 @@ from tests.hosts import Host, Hosts, require
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(600)]
 
-SECONDS = 200.0
+SECONDS = 240.0
 NOTICED = 100.0
 """From the loss of a host to the end of the run: Ray's own health checks take up to 65 s, or a minute."""
 BOTH = ("trainer.cpus_per_rank=2",)
@@ -92,9 +95,10 @@ def world(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iter
 
 
 @pytest.fixture(autouse=True)
-def healthy(world: World) -> Iterator[None]:
+def healthy(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    world.hosts.heal()
+    if "world" in request.fixturenames:
+        request.getfixturevalue("world").hosts.heal()
 
 
 @pytest.fixture(scope="module")
@@ -171,3 +175,100 @@ def test_the_head_that_vanishes_ends_the_run_of_a_driver_elsewhere_with_its_addr
     world.hosts.kill(a)
     said = headless.end(4, NOTICED)
     assert f"Ray's head at {a.address}:6379" in said and " from host b" in said
+
+
+# -- engines of the run
+
+
+MANAGED = (
+    'engines.mode="managed"', 'engines.groups=[{name="main",count=2,max_model_len=64}]', "trainer.cpus_per_rank=2",
+    "optimizer_steps_per_rollout=1", "eval.sets={}", "monitor.tensorboard=false", "checkpoint.every_steps=2",
+    "deadlines.generate=30", "deadlines.sync=20", "deadlines.call=10", "engines.restart_backoff=0.5",
+)  # fmt: skip
+ONE_ENGINE = "--num-cpus=1"
+
+
+@dataclass
+class Managing(World):
+    def words(self, run: str, steps: int, *more: str, sets: Sequence[str] = ()) -> list[str]:
+        every = (*MANAGED, *sets)
+        return [
+            "train", "--config", str(self.job.root / "run.toml"), "--run", run, "--ray-address", self.cluster.address,
+            "--steps", str(steps), *more, *(word for item in every for word in ("--set", item)),
+        ]  # fmt: skip
+
+    def states(self, run: str) -> dict[str, str]:
+        """Address of an engine's host -> its state."""
+        said = self.cluster.run(self.cluster.nodes[0], "status", "--run", run, "--json")
+        [found] = json.loads(said)["runs"]
+        return {re.split(r"[/:]+", row["url"])[1]: row["state"] for row in found["training"]["engines"]}
+
+    def engines_on(self, host: Host) -> list[str]:
+        return re.findall(r".*vllm.*", host.run(["ps", "ax", "-o", "args"]))
+
+
+@pytest.fixture(scope="module")
+def managing(tmp_path_factory: pytest.TempPathFactory, tiny_tied_dir: Path) -> Iterator[Managing]:
+    require()
+    job = write_job(tmp_path_factory.mktemp("managing") / "job", tiny_tied_dir, None)
+    with Hosts(3, shared=[job.root, tiny_tied_dir]) as hosts:
+        a, b, c = hosts
+        cluster = Cluster(hosts, [a], job.runs)
+        for node in (b, c):
+            cluster.join(node, ONE_ENGINE)
+        yield Managing(hosts, cluster, job)
+
+
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "managing" in request.fixturenames:
+        made: Managing = request.getfixturevalue("managing")
+        *_, c = made.hosts
+        if not c.alive:
+            made.cluster.rejoin(c, ONE_ENGINE)
+
+
+def test_a_host_of_managed_engines_that_vanishes_is_named_and_the_run_goes_on_and_ends_in_order(managing: Managing):
+    a, b, c = managing.hosts
+    run = managing.begin("smaller").has_done(2)
+    assert managing.states("smaller").keys() == {b.address, c.address}
+    managing.hosts.kill(c)
+    done = len(run.steps())
+    run.has_done(done + 3)
+    until(lambda: managing.states("smaller") == {b.address: "ready", c.address: "dead"}, run.said)
+    until(lambda: f"was lost with its host, {c.address}" in run.said(), run.said, NOTICED)
+    done = len(run.steps())
+    run.has_done(done + 3)
+    assert run.said().count(f"stays dead: what starts engines on host {c.address} was lost with its host") == 1
+    assert "could not be started again" not in run.said(), run.said()[-4000:]
+    began = time.monotonic()
+    managing.cluster.run(a, "stop", "--run", "smaller")
+    run.end(0, 60.0)
+    assert time.monotonic() - began < 60 and managing.engines_on(b) == []
+
+
+def test_a_run_that_may_not_go_on_without_a_lost_host_of_engines_ends_with_its_name_and_resumes_with_it(
+    managing: Managing,
+):
+    _, b, c = managing.hosts
+    sets = ("engines.min_serving=2", "deadlines.engines=20")
+    run = managing.begin("both", sets=sets).has_done(4)
+    managing.hosts.kill(c)
+    said = run.end(1, NOTICED + 40.0)
+    assert re.search(rf"too few engines serve: .*http://{c.address}:\d+: (suspect|dead) \(", said), said[-4000:]
+    assert managing.engines_on(b) == []
+    managing.cluster.rejoin(c, ONE_ENGINE)
+    newest = latest_checkpoint(managing.cluster.runs / "both" / "checkpoints")
+    assert newest is not None
+    managing.train("both", step_of(newest) + 2, "--resume", sets=sets)
+
+
+def test_a_host_that_vanishes_while_its_engine_loads_ends_the_start_with_its_name(managing: Managing):
+    _, b, c = managing.hosts
+    run = managing.begin("loading")
+    until(lambda: managing.engines_on(c), run.said)
+    managing.hosts.kill(c)
+    said = run.end(4, NOTICED)
+    assert f"what starts engines on host {c.address} was lost with its host, {c.address}" in said
+    assert managing.engines_on(b) == []

@@ -280,7 +280,7 @@ def test_a_trainer_that_dies_while_staged_weights_arrive_leaves_the_old_ones_ser
             await fetching
 
         info = await sender.client.probe(engine.endpoint)
-        assert (info.paused, info.weight_version) == (False, "old")
+        assert (info.paused, info.weight_version, info.exact) == (False, "old", False)
         sample = await sender.one()
         assert [span.version for span in sample.versions] == ["old"] and mean_difference(old, sample) < EQUAL
 

@@ -92,7 +92,7 @@ class EngineGuard:
             log = member.endpoint.log
             lines += [f"    | {line}" for line in (excerpt(log, LOG_LINES) if log else [])]
         lines.append(
-            "Start engines again (`rltool serve-engines`), then go on with `rltool train --resume`; "
-            "`rltool engines add` gives new ones to a run that is waiting."
+            "Start engines again (`rltool serve-engines`), then go on with `rltool train --resume`, which starts its "
+            "own again; `rltool engines add` gives new ones to a run that is waiting."
         )
         return "\n".join(lines)

@@ -29,6 +29,10 @@ class EngineProcesses(Protocol):
 
     def urls(self) -> Iterable[str]: ...
 
+    def is_lost(self, url: str) -> bool:
+        """Whether a host that has a part of it is gone for good: it cannot be started again."""
+        ...
+
     async def exits(self) -> Mapping[str, str]:
         """Those that have ended since the last call, and how."""
         ...
@@ -55,6 +59,8 @@ class EngineRestarts:
         """Engines whose end was reported while they were being started."""
         self._unanswered: set[str] = set()
         """Engines that have died, and have answered nothing since: while they load they do not count as alive."""
+        self._buried: set[str] = set()
+        """Engines whose host is gone."""
         self._background = Background(lambda failure: log(str(failure)))
         self._trouble: str | None = None
         self._may_start = asyncio.Event()
@@ -91,7 +97,10 @@ class EngineRestarts:
         """An engine of the fleet is DEAD: have it started again, later. Engines of others are left to them."""
         found = self._fleet_of(url)
         is_dead = found is not None and found[0].member(url).state is State.DEAD
-        if not is_dead or url in self._tasks or not self.owns(url):
+        if not is_dead or url in self._tasks or url in self._buried or not self.owns(url):
+            return
+        if self._processes.is_lost(url):
+            await self._bury(url)
             return
         delay = self._budget.died(url)
         if delay is None:
@@ -123,7 +132,8 @@ class EngineRestarts:
         try:
             await self._processes.start_again(url)
         except RltoolError as error:
-            self._log(f"engine {url} could not be started again: {error}")
+            if not self._processes.is_lost(url):
+                self._log(f"engine {url} could not be started again: {error}")
             del self._tasks[url]
             await self.restart(url)
             return
@@ -139,6 +149,14 @@ class EngineRestarts:
         await monitor.carry_out()
         if url in self._died_again:
             await self._exited(url, "ended as soon as it was started")
+
+    async def _bury(self, url: str) -> None:
+        self._buried.add(url)
+        self.counts["given_up"] += 1
+        try:
+            await self._processes.end(url)  # what other hosts have of it
+        except RltoolError as error:
+            self._log(f"engine {url} stays dead: {error}")
 
     async def end(self, url: str, why: str) -> None:
         """End an engine's process, in any state; it counts as one that has died. Raises

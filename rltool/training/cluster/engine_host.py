@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from rltool.processes.files import write_text_atomic
 from rltool.processes.output import redirect_output
 from rltool.processes.run_directory import open_run
 from rltool.terminal import write_line
-from rltool.training.cluster.ray_calls import unwrapped
+from rltool.training.cluster.ray_calls import death, unwrapped
 
 
 @ray.remote(num_cpus=0)
@@ -70,6 +70,11 @@ class EngineHost:
         await asyncio.to_thread(self._engines.close)
 
 
+ANSWER_SECONDS = 5.0
+"""For the hosts to say which processes have ended. One that has vanished is silent for a minute, until Ray gives it
+up."""
+
+
 @dataclass(frozen=True)
 class _Part:
     """One process of an engine. host: position in the list of hosts."""
@@ -79,52 +84,87 @@ class _Part:
 
 
 class HostHandles:
-    """rollout.engine_restarts.EngineProcesses over the actors. hosts: (node, actor); launches: of all of them."""
+    """rollout.engine_restarts.EngineProcesses over the actors. hosts: (node, actor); addresses: of the nodes; launches:
+    of all of them."""
 
-    def __init__(self, hosts: Sequence[tuple[str, Any]], launches: Sequence[EngineLaunch]) -> None:
-        self._nodes = [node for node, _ in hosts]
+    def __init__(
+        self, hosts: Sequence[tuple[str, Any]], addresses: Mapping[str, str], launches: Sequence[EngineLaunch]
+    ) -> None:
+        nodes = [node for node, _ in hosts]
+        self._names = [addresses[node] for node in nodes]
         self._actors = [actor for _, actor in hosts]
         self._parts: dict[str, list[_Part]] = {}
         self._urls = {launch.index: url_of(launch) for launch in launches if launch.node_rank == 0}
         for launch in launches:
-            part = _Part(self._nodes.index(launch.node), launch.index)
+            part = _Part(nodes.index(launch.node), launch.index)
             self._parts.setdefault(self._urls[launch.index], []).append(part)
-        self._lost: set[int] = set()
+        self._lost: dict[int, PartLost] = {}
+        self._asked: dict[int, Any] = {}
+        """Host -> its answer to come."""
 
     def urls(self) -> Iterable[str]:
         return self._parts.keys()
 
+    def is_lost(self, url: str) -> bool:
+        return any(part.host in self._lost for part in self._parts[url])
+
     async def exits(self) -> Mapping[str, str]:
-        hosts = [number for number in range(len(self._actors)) if number not in self._lost]
-        found = await asyncio.gather(*(self._exits_at(number) for number in hosts))
+        for number, actor in enumerate(self._actors):
+            if number not in self._lost and number not in self._asked:
+                self._asked[number] = actor.exits.remote()
+        found = await asyncio.gather(*map(self._exits_at, list(self._asked)))
         return {url: how for at in found for url, how in at.items()}
 
     async def start_again(self, url: str) -> None:
         """On every host that has a part of it, first ended everywhere. PartLost where such a host is gone."""
-        parts = self._parts[url]
         boot_id = uuid.uuid4().hex
         await self.end(url)
-        try:
-            await asyncio.gather(*(self._actors[part.host].start_engine.remote(part.index, boot_id) for part in parts))
-        except RayError as error:
-            raise unwrapped(error) from error
+        await self._everywhere(url, lambda part: self._actors[part.host].start_engine.remote(part.index, boot_id))
 
     async def end(self, url: str) -> None:
         """On every host that has a part of it. PartLost where such a host is gone."""
-        try:
-            await asyncio.gather(
-                *(self._actors[part.host].stop_engine.remote(part.index) for part in self._parts[url])
-            )
-        except RayError as error:
-            raise unwrapped(error) from error
+        await self._everywhere(url, lambda part: self._actors[part.host].stop_engine.remote(part.index))
+
+    async def _everywhere(self, url: str, call: Callable[[_Part], Any]) -> None:
+        """On the hosts that are there; then raises what failed on one, or that it is lost."""
+        parts = self._parts[url]
+        there = [part for part in parts if part.host not in self._lost]
+        answers = await asyncio.gather(*(_answer(call(part)) for part in there), return_exceptions=True)
+        failed: BaseException | None = None
+        for part, error in zip(there, answers, strict=True):
+            if isinstance(error, RayActorError):
+                self._is_lost_with(part.host, error)
+            elif isinstance(error, BaseException):
+                failed = unwrapped(error)
+        lost = [self._lost[part.host] for part in parts if part.host in self._lost]
+        if lost:
+            raise lost[0]
+        if failed is not None:
+            raise failed
 
     async def _exits_at(self, number: int) -> dict[str, str]:
+        """Nothing where the host does not answer in time: the same question is asked again."""
         try:
-            found = await self._actors[number].exits.remote()
+            async with asyncio.timeout(ANSWER_SECONDS):
+                found = await self._asked[number]
         except RayActorError as error:
-            self._lost.add(number)
-            here = {url for url, parts in self._parts.items() if any(part.host == number for part in parts)}
-            return dict.fromkeys(here, f"the process that runs it on host {self._nodes[number]} was lost: {error}")
+            lost = self._is_lost_with(number, error)
+            found = {index: str(lost) for index in self._indices_at(number)}
         except RayError as error:
-            raise PartLost(f"asking host {self._nodes[number]} about its engines: {error}") from error
+            del self._asked[number]
+            raise PartLost(f"asking host {self._names[number]} about its engines: {error}") from error
+        except TimeoutError:
+            return {}
+        del self._asked[number]
         return {self._urls[index]: how for index, how in found.items()}
+
+    def _indices_at(self, number: int) -> set[int]:
+        return {part.index for parts in self._parts.values() for part in parts if part.host == number}
+
+    def _is_lost_with(self, number: int, error: RayActorError) -> PartLost:
+        kind, text = death(f"what starts engines on host {self._names[number]}", error)
+        return self._lost.setdefault(number, kind(text))
+
+
+async def _answer(reference: Any) -> Any:
+    return await reference

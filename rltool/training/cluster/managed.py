@@ -11,6 +11,7 @@ watched here, in a thread.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -109,6 +110,7 @@ class ManagedEngines:
         self._places = in_order(places) if plan.shares_gpus else own
         key = read_key(run.ensure_key(), f"run {run.name}")
         self._hosts: list[tuple[str, Any]] = []
+        self._addresses = {place.node: place.address for place in self._places}
         for place in self._places:
             if place.node not in [node for node, _ in self._hosts]:
                 strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place.bundle)
@@ -182,7 +184,7 @@ class ManagedEngines:
 
     def handles(self) -> HostHandles:
         """For the rollout manager, which has engines started again."""
-        return HostHandles(self._hosts, self._launches)
+        return HostHandles(self._hosts, self._addresses, self._launches)
 
     def close(self) -> None:
         """End routers and engines. What fails here is reported, not raised: `rltool stop` finds what is left."""
@@ -193,15 +195,22 @@ class ManagedEngines:
 
     def _close_engines(self) -> None:
         if self._started:
-            try:
-                self._all([actor.close.remote() for _, actor in self._hosts], CLOSE_SECONDS, "the time to end", None)
-            except RltoolError as error:
-                self._console.log_line(f"ending the engines: {error}")
+            self._close_hosts()
         # Where Ray was lost they still run; on this host they are found by their records.
         roles = {process_role(launch) for launch in self._launches}
         stop_processes([state for state in read_states(self._run) if state.role in roles and is_alive(state)])
         if self._started:
             edit_endpoints(self._run.endpoints_file, lambda _: Endpoints())
+
+    def _close_hosts(self) -> None:
+        """Each by itself: one that is lost must not keep the others from ending theirs."""
+        closing = [actor.close.remote() for _, actor in self._hosts]
+        ends = time.monotonic() + CLOSE_SECONDS
+        for ref, who in zip(closing, self._starters(), strict=True):
+            try:
+                get_all([ref], max(1.0, ends - time.monotonic()), "the time to end", who=[who])
+            except RltoolError as error:
+                self._console.log_line(f"ending the engines: {error}")
 
     def _seats(self) -> list[tuple[Seat, ...]]:
         """The places of the bundles, as many for each slot as it has processes; or places in the trainer's."""
@@ -215,8 +224,10 @@ class ManagedEngines:
         return seats
 
     def _all(self, refs: Sequence[Any], seconds: float, name: str, look: Waiting | None) -> list[Any]:
-        who = [f"the starter of engines on host {node}" for node, _ in self._hosts]
-        return get_all(refs, seconds, name, who=who, while_waiting=look)
+        return get_all(refs, seconds, name, who=self._starters(), while_waiting=look)
+
+    def _starters(self) -> list[str]:
+        return [f"what starts engines on host {self._addresses[node]}" for node, _ in self._hosts]
 
 
 def by_model(launches: Sequence[EngineLaunch], engines: Sequence[EngineEndpoint]) -> dict[str, list[EngineEndpoint]]:

@@ -275,25 +275,30 @@ def _failures(refs: Sequence[ray.ObjectRef]) -> dict[ray.ObjectRef, BaseExceptio
 
 
 def _died(name: str, error: BaseException) -> PartLost:
+    kind, text = death(name, error)
+    if kind is HostLost:
+        return HostLost(
+            f"{text}. Either the host went down, or the network between the two. Go on with `rltool train --resume` on "
+            "the hosts that are left (trainer.world_size), or join it again: `ray stop --force` and `ray start` there"
+        )
+    return PartLost(f"{text}. See its log (`rltool logs`); go on with `rltool train --resume`")
+
+
+def death(name: str, error: BaseException) -> tuple[type[PartLost], str]:
+    """Whether the process of that name died or its host is gone, and the words for it. error: one of `has_died`."""
     text = str(error)
-    pid = re.search(r"pid[:=]\s*(\d+)", text)
     if (lost := _NODE_DIED.search(text)) is not None or isinstance(error, NodeDiedError):
-        return _host_lost(name, text, lost[1].strip() if lost is not None else "")
+        address, why = re.search(r"\bip: (\S+)", text), lost[1].strip() if lost is not None else ""
+        return HostLost, (
+            f"{name} was lost with its host{f', {address[1]}' if address else ''}: from Ray's head at {_head()} that "
+            f"is gone{f' ({why})' if why else ''}"
+        )
+    pid = re.search(r"pid[:=]\s*(\d+)", text)
     who = f"{name} (pid {pid[1]})" if pid else name
     detail = _EXIT_DETAIL.search(text)
     if detail:
         text = f"{detail[1].strip()} It was killed (by the kernel for memory? see `dmesg`), or crashed"
-    return PartLost(f"{who} died: {text}. See its log (`rltool logs`); go on with `rltool train --resume`")
-
-
-def _host_lost(name: str, text: str, why: str) -> HostLost:
-    address = re.search(r"\bip: (\S+)", text)
-    return HostLost(
-        f"{name} was lost with its host{f', {address[1]}' if address else ''}: from Ray's head at {_head()} that is "
-        f"gone{f' ({why})' if why else ''}. Either the host went down, or the network between the two. Go on with "
-        "`rltool train --resume` on the hosts that are left (trainer.world_size), or join it again: `ray stop --force` "
-        "and `ray start` there"
-    )
+    return PartLost, f"{who} died: {text}"
 
 
 def _head() -> str:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +141,39 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
     kinds = {(call.kind, call.body.get("kind")) for call in Journal(tmp_path).calls.values()}
     assert {("delete_checkpoint", STATES), ("checkpoint_ttl", STATES)} <= kinds, "in every line"
     assert kinds.isdisjoint({("delete_checkpoint", None), ("checkpoint_ttl", None)})
+
+
+@pytest.mark.parametrize("ahead", [-7200, 7200])
+def test_a_checkpoint_lives_as_long_as_it_says_on_a_disk_whose_clock_differs_by_hours(tmp_path, monkeypatch, ahead):
+    save_here = PlainTrainer.save
+
+    def save_there(self: PlainTrainer, model: str, directory: Path, **options: Any) -> None:
+        save_here(self, model, directory, **options)
+        os.utime(directory, (time.time() + ahead, time.time() + ahead))
+
+    monkeypatch.setattr(PlainTrainer, "save", save_there)
+    now = [time.time()]
+    monkeypatch.setattr(service_module.time, "time", lambda: now[0])
+
+    async def saves(service: Service) -> str:
+        model = await model_of(service, "a")
+        await save(service, model, 1, "state", ttl_seconds=3600)
+        for seq, more in ((2, {"path": "sampler"}), (3, {"sampling_session_seq_id": 0})):
+            body = {"model_id": model, "seq_id": seq, "ttl_seconds": 3600, **more}
+            await service.result("a", (await service.save_weights_for_sampler("a", body)).number, 5)
+        return model
+
+    async def after(seconds: float, service: Service, model: str) -> tuple[set[str], int]:
+        now[0] = began + seconds
+        await service.expire()
+        return set(names(service, model)), len(list((tmp_path / "samplers" / model).iterdir()))
+
+    service, _ = make(tmp_path, snapshot_every=100)
+    began = now[0]
+    model = asyncio.run(running_on(service, saves(service)))
+    for seconds, left in ((3500, ({"state", "sampler"}, 2)), (3700, (set(), 0))):  # what was done is done again
+        service, _ = make(tmp_path, snapshot_every=100)
+        assert asyncio.run(running_on(service, after(seconds, service, model))) == left
 
 
 def test_weights_for_sampling_go_when_their_time_is_over_and_do_not_come_back(tmp_path, monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from array import array
 from itertools import count
 
@@ -420,6 +421,26 @@ def test_a_session_that_nobody_took_up_again_ends(tmp_path):
     sessions = sessions_of(tmp_path, clock=lambda: written + 61)
     assert sessions.expire() == 1
     assert json.loads(store_of(tmp_path).path(session.id).read_text().splitlines()[-1])["event"] == "ended"
+
+
+@pytest.mark.parametrize("ahead", [-7200.0, 7200.0])
+def test_sessions_on_a_disk_whose_clock_differs_by_hours_are_idle_and_kept_as_long_as_they_should(
+    tmp_path, monkeypatch, ahead
+):
+    """Here this host's clock is the one that is off."""
+    started, here = time.monotonic(), time.time() - ahead
+    monkeypatch.setattr("time.time", lambda: here + time.monotonic() - started)
+    now = [here]
+    first = sessions_of(tmp_path, clock=lambda: now[0])
+    (idle, _), (ended, _) = (first.create({}) for _ in range(2))
+    first.end(ended, "deleted")
+    woken = sessions_of(tmp_path, clock=lambda: now[0])
+    assert woken.find(idle.id).last_used == pytest.approx(here, abs=20.0)
+    asleep = sessions_of(tmp_path, clock=lambda: now[0])
+    for seconds, expired in ((30.0, 0), (100.0, 1)):
+        now[0] = here + seconds
+        assert [asleep.remove_ended(60.0), asleep.expire()] == [expired, expired]
+        assert woken.expire() == 0 and woken.open == 1 - expired
 
 
 def test_sessions_that_cannot_be_ended_are_named_and_hold_up_no_other(tmp_path):

@@ -409,6 +409,7 @@ def test_the_plugin_needs_nothing_of_the_trainer():
 
 WALL_CLOCK = {
     "processes/run_directory.py": "names of runs, and when they were made",
+    "processes/files.py": "how far the clock of a shared disk is from this host's",
     "gateway/registry.py": "sessions outlive the process that measured when they were used last",
     "gateway/turns.py": "when a turn was, for its record",
     "report/page.py": "when a page was made",

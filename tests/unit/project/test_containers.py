@@ -43,6 +43,8 @@ def test_a_file_copies_what_is_there_and_takes_its_versions_from_the_requirement
         if name != "RUN":
             continue
         assert "==" not in rest, "versions stand in requirements/"
+        if "pip install" in rest or "setup.sh" in rest:
+            assert "--no-cache-dir" in rest or "PIP_NO_CACHE_DIR=1" in rest, "wheels would stay in the image"
         for used in re.findall(r"(?:-[rc] |\s)((?:requirements|tests)/\S+)", rest):
             assert (ROOT / used).is_file(), rest
             assert any(used.startswith(f"{part}/") for part in copied), f"{used} is not copied before"

@@ -48,9 +48,13 @@ class Processes:
     def __init__(self, *urls: str) -> None:
         self._urls, self.ended, self.started, self.stopped = urls, {}, [], []
         self.failures = self.short_lived = 0
+        self.lost = self.vanishes = False
 
     def urls(self):
         return self._urls
+
+    def is_lost(self, url: str) -> bool:
+        return self.lost
 
     async def exits(self):
         ended, self.ended = self.ended, {}
@@ -58,8 +62,13 @@ class Processes:
 
     async def end(self, url: str) -> None:
         self.stopped.append(url)
+        if self.lost:
+            raise RltoolError("its host is gone")
 
     async def start_again(self, url: str) -> None:
+        self.lost |= self.vanishes
+        if self.lost:
+            raise RltoolError("its host is gone")
         if self.failures:
             self.failures -= 1
             raise RltoolError("no such host")
@@ -258,3 +267,22 @@ def test_one_that_was_started_and_never_lived_gets_nothing_back():
     assert it.died(URL) == 2.0
     now[0] = 2100.0
     assert it.died(URL) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_whose_host_is_gone_is_not_tried_again_and_said_to_stay_dead_once(rig, known):
+    """known: before it is to be started again, or seen by then."""
+
+    async def body():
+        rig.processes.lost, rig.processes.vanishes = known, not known
+        rig.processes.ended = {URL: "its host is gone"}
+        await until(lambda: rig.restarts.counts["given_up"])
+        assert rig.processes.stopped == [URL], "what other hosts have of it"
+        rig.processes.ended = {URL: "its host is gone"}
+        await until(lambda: not rig.processes.ended)
+        await asyncio.sleep(0.02)
+        assert rig.state is State.DEAD and rig.processes.started == [] and rig.restarts.counts["given_up"] == 1
+        stays = f"engine {URL}: started again in 0.001 s (restart 1)"
+        assert rig.lines == [stays] * (not known) + [f"engine {URL} stays dead: its host is gone"]
+
+    rig.run(body)
