@@ -16,6 +16,8 @@ from agents import (
     set_tracing_disabled,
 )
 
+from recipes.tool_use.agent import client_for
+
 set_tracing_disabled(True)
 MAX_TURNS = 6
 
@@ -50,15 +52,6 @@ async def multiply(a: int, b: int) -> str:
 
 
 CLERK = Agent[dict[str, int]]("clerk", tools=[price, add, subtract, multiply])
-
-_client: openai.AsyncOpenAI | None = None
-"""One connection pool for all episodes of this process."""
-
-
-def client_for(task: Any) -> openai.AsyncOpenAI:
-    global _client
-    _client = _client or openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key)
-    return _client.with_options(base_url=task.base_url, api_key=task.api_key)
 
 
 async def run(task: Any) -> float:

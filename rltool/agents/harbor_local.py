@@ -97,12 +97,13 @@ class LocalEnvironment(BaseEnvironment):
         assert self._first.stdout is not None
         async with asyncio.timeout(START_SECONDS):
             lines = [(await self._first.stdout.readline()).decode().strip() for _ in range(2)]
-        if lines[-1] != "+":
+        number = next((line for line in lines if line.isdigit()), "")
+        if "+" not in lines or not number:
             why = next((line[1:] for line in lines if line.startswith("-")), "its first process ended")
             raise SandboxBuildFailedError(
                 f"{why}: LocalEnvironment needs Linux namespaces (`rltool doctor` tries them)"
             )
-        self._init = int(lines[0])
+        self._init = int(number)
         await self._must(("mkdir", "-p", "-m", "0777", *self._mount_targets(), self._workdir()))
         for step in self._plan.steps:
             if isinstance(step, CopyStep) or not options.skip_run:
@@ -143,7 +144,7 @@ class LocalEnvironment(BaseEnvironment):
             await self._first.wait()
             self._first = None
         if delete and self._root is not None:
-            await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+            await asyncio.to_thread(_remove, self._root)
             self._root = None
 
     async def exec(
@@ -218,8 +219,9 @@ class LocalEnvironment(BaseEnvironment):
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Links that lead out of it are left out."""
+        script = 'tar -c -C "$0" . || [ $? -eq 1 ]'  # 1: a file grew meanwhile, such as the log of a program
         with tempfile.TemporaryFile() as archive:
-            await self._must(("tar", "-c", "-C", str(source_dir), "."), output=archive)
+            await self._must(("sh", "-c", script, str(source_dir)), output=archive)
             for refused in extract_dir(archive, target_dir):
                 self.logger.warning(f"{source_dir}: {refused}")
 
@@ -240,6 +242,16 @@ def _write(content: IO[bytes], target: Path, name: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         shutil.copyfileobj(content, file)
+
+
+def _remove(root: Path) -> None:
+    """With directories that programs made read-only (Go's module cache): only root removes these as they are."""
+    root.chmod(0o700)
+    for folder, names, _ in os.walk(root):
+        for path in (Path(folder, name) for name in names):
+            if not path.is_symlink():
+                path.chmod(0o700)
+    shutil.rmtree(root, ignore_errors=True)
 
 
 def _text(file: IO[bytes]) -> str | None:

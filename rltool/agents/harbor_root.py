@@ -1,8 +1,8 @@
 """The first process of a LocalEnvironment of Harbor's (harbor_local.py): it makes a root of its own from Linux
 namespaces and stays there. With it the kernel ends every process in there; so does the end of its stdin.
 
-Argument: JSON, {"root": directory, "shared": [more directories of the host]}. It prints one line: its process id as
-the host has it, or `-` and why there is no root.
+Argument: JSON, {"root": directory, "shared": [more directories of the host]}. It prints, in any order, its
+process id as the host has it, and `+`; or `-` and why there is no root.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ def enter() -> int:
 
 
 def build(root: str, shared: list[str]) -> None:
+    for path in shared:
+        os.scandir(path).close()  # OSError where it is no directory
     links = {path: os.readlink(path) for path in SYSTEM if os.path.islink(path)}
     system = [path for path in (*SYSTEM, *CONFIGURED, *shared) if path not in links and os.path.isdir(path)]
     mount("", "/", flags=MS_REC | MS_PRIVATE)

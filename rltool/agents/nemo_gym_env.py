@@ -81,6 +81,7 @@ class NemoGymEnv:
                 raise UsageError(f"{name} asks {self._policy}, which is trained: give it a model of its own")
         self._background = Background()
         self._started: asyncio.Task[None] | None = None
+        self._stack: contextlib.AsyncExitStack | None = None
 
     def _servers(self) -> dict[str, tuple[str, str, Any]]:
         """name -> its kind, its type, its settings."""
@@ -111,12 +112,12 @@ class NemoGymEnv:
 
     async def run(self, task: AgentTask) -> float:
         """Play the row's task. Returns the reward of `verify`. AgentFailed with what a server said."""
-        from nemo_gym.server_utils import request
+        from nemo_gym.server_utils import get_global_aiohttp_client
 
         row = task.row["metadata"].get("task")
         if row is None:
             raise AgentFailed("the row's metadata has no `task`: write the data set with NemoGymEnv.rows")
-        if self._started is None:
+        if self._started is None or (self._started.done() and self._stack is None):
             self._started = self._background.start(self._start_shared(), "servers of nemo-gym", awaited=True)
         await asyncio.shield(self._started)
         config = self._config.copy()
@@ -125,7 +126,8 @@ class NemoGymEnv:
         async with contextlib.AsyncExitStack() as stack:
             for name in (self._policy, self._agent):
                 url = await stack.enter_async_context(self._serving(name, config))
-            reply = await request("POST", f"{url}/run", json=row)
+            # Not Gym's own `request`, which asks again: that would play twice in one session.
+            reply = await get_global_aiohttp_client().post(f"{url}/run", json=row)
             said = (await reply.read()).decode(errors="replace")
         if not reply.ok:
             plain = said.replace("\\", "")  # each server has quoted what the next one said
@@ -136,11 +138,11 @@ class NemoGymEnv:
         return float(result["reward"])
 
     async def _start_shared(self) -> None:
-        """Servers that stay until this process ends."""
-        stack = contextlib.AsyncExitStack()
-        for name in self._shared:
-            await stack.enter_async_context(self._serving(name, self._config))
-        self._stack = stack
+        """Servers that stay until this process ends; none, where one did not start."""
+        async with contextlib.AsyncExitStack() as stack:
+            for name in self._shared:
+                await stack.enter_async_context(self._serving(name, self._config))
+            self._stack = stack.pop_all()
 
     @contextlib.asynccontextmanager
     async def _serving(self, name: str, config: Any) -> AsyncIterator[str]:
@@ -178,7 +180,8 @@ class NemoGymEnv:
                 yield f"http://127.0.0.1:{settings['port']}"
             finally:
                 server.should_exit = True
-                await serving
+                if server.started:
+                    await serving
                 place.close()
 
 

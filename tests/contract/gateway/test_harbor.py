@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -138,7 +139,7 @@ def rows_of(python: Path, module: Path) -> list[dict[str, Any]]:
 @pytest.mark.timeout(900)
 def test_the_real_package_plays_its_agent_and_its_verifier_judges(engine, tokenizer_dir, words, tasks, tmp_path):
     """Terminus 2 in a root of its own; and the same replies give `harbor run`, without rltool's agent, the same."""
-    python = harbor_python()
+    python, before = harbor_python(), roots()
     with Gateway(tmp_path, tokenizer_dir, [engine], max_model_len=LONGEST, policy=PATIENT) as gateway:
         rows = rows_of(python, tmp_path / "tasks_env.py")
         assert [row["prompt"] for row in rows][:2] == ["Write the sum to sum.txt.", "Write parts.txt."]
@@ -154,7 +155,7 @@ def test_the_real_package_plays_its_agent_and_its_verifier_judges(engine, tokeni
         assert "\n2\n" in seen and "three\n" in seen and "\n/app\n" in seen
         assert "Read-only file system" in words.text(_only(records[1]).response_ids)
         assert "No such file" in words.text(_only(records[2]).response_ids)  # of another trial
-        assert not list(Path("/tmp").glob("rltool-harbor-*")) and not Path("/usr/escaped").exists()
+        assert roots() <= before and not Path("/usr/escaped").exists()
 
         engine.script += [words.spell(text) for text in SCRIPT]
         assert alone(python, gateway, tasks, tmp_path) == {"a-sum": 1.0, "b-parts": 0.2, "c-wrong": 0.0}
@@ -185,6 +186,10 @@ def test_a_real_vllm_does_a_task_that_it_has_learnt(engine, words, tasks, tmp_pa
     [trajectory] = record["trajectories"]
     assert sum(trajectory["loss_mask"]) == sum(turn["end"] - turn["start"] for turn in record["turns"])
     assert largest_difference(model, trajectory) < 1e-5
+
+
+def roots() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("rltool-harbor-*"))
 
 
 def _only(record: dict[str, Any]) -> Sample:
