@@ -50,7 +50,7 @@ class HarborEnv:
             config = TrialConfig.model_validate({**settings, "task": {"path": "."}})
             kind = AgentFactory.get_agent_class_from_config(config.agent)
         except Exception as error:
-            raise UsageError(f"Harbor refuses {dict(settings)}: {type(error).__name__}: {error}") from error
+            raise UsageError(f"Harbor refuses its settings: {type(error).__name__}: {error}") from error
         own = [name for name in ("base_url", "model_api_key_name") if getattr(config.agent, name)]
         if own:
             raise UsageError(f"agent.{own[0]}: the model is the policy at the gateway, leave it out")
@@ -81,8 +81,9 @@ class HarborEnv:
             yield {"prompt": prompt, "metadata": {"task": config.model_dump(mode="json", exclude_defaults=True)}}
 
     async def run(self, task: AgentTask) -> float:
-        """Run the row's trial. Returns the verifier's reward, by Harbor's own rule (an agent that ran out of its time
-        is judged too). AgentFailed with Harbor's errors where there is no valid one."""
+        """Run the row's trial. Returns the verifier's reward, by Harbor's own rule: an agent that ran out of its time
+        is judged too, and so is one with an error that Harbor does not know (`override_error_policy` of `settings`
+        says which of them fail). AgentFailed with Harbor's errors where there is no valid reward."""
         from harbor.models.trial.config import TrialConfig
         from harbor.trial.trial import Trial
 

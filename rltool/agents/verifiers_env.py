@@ -35,7 +35,7 @@ class VerifiersEnv:
             self._config = vf.resolve_env_config(dict(settings))
             environment = vf.load_environment(self._config)
         except Exception as error:
-            raise UsageError(f"verifiers refuses {dict(settings)}: {type(error).__name__}: {error}") from error
+            raise UsageError(f"verifiers refuses its settings: {type(error).__name__}: {error}") from error
         kind = type(environment)
         agents = {name: value for name, value in vars(self._config).items() if isinstance(value, vf.AgentConfig)}
         again = kind is not vf.SingleAgentEnv and kind.__module__.startswith(vf.__name__ + ".envs.")
