@@ -24,7 +24,11 @@ from tests.gpu.test_colocated import STEPS, Job
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
-MODELS = {"qwen3": SHAPES["qwen3-0.6B"], "qwen2, with biases": SHAPES["1.5B"]}
+MODELS = {
+    "qwen3": SHAPES["qwen3-0.6B"],
+    "qwen2, with biases": SHAPES["1.5B"],
+    "llama, heads of 64": SHAPES["0.5B"] | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+}
 SMALL = {"num_hidden_layers": 6, "vocab_size": 8192}
 LEARNS = {"algorithm.exact": "true", "optimizer.lr": "1e-4"}
 
