@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import random
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,10 @@ def by_trainer(
     from rltool.config.sections import ModelConfig, OptimizerConfig, TrainerConfig
     from rltool.megatron.runtime import Rendezvous
     from rltool.megatron.trainer import MegatronTrainer, TrainingRun
+    from rltool.processes.ports import reserved_ports
 
-    port = random.SystemRandom().randrange(20000, 60000)
+    with reserved_ports(1) as held:
+        [port] = held.ports
     made = MegatronTrainer(
         ModelConfig(path=args.model, dtype=dtype), TrainerConfig(world_size=1, **trainer), OptimizerConfig(lr=1e-6),
         AlgorithmConfig(exact=exact), Rendezvous(0, "127.0.0.1", port, timeout=300.0), TrainingRun(10),

@@ -141,6 +141,7 @@ async def serve(engines: list[FakeEngine], port: int) -> None:
     for runner in runners:
         await runner.setup()
         listening = StampedSocket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         await web.SockSite(runner, listening, backlog=1024).start()
         print(f"serving http://127.0.0.1:{runner.addresses[0][1]}", flush=True)

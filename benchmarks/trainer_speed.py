@@ -41,6 +41,7 @@ from rltool.megatron import attention
 from rltool.megatron.experts import GroupedExperts
 from rltool.megatron.runtime import Rendezvous
 from rltool.megatron.trainer import MegatronTrainer, TrainingRun
+from rltool.processes.ports import reserved_ports
 
 EXPERTS: dict[str, Any] = dict(architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", norm_topk_prob=True)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -443,7 +444,8 @@ def main() -> None:
             **model_of(args),
         }
         (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        port = random.SystemRandom().randrange(20000, 60000)
+        with reserved_ports(1) as held:
+            [port] = held.ports
         if args.ranks == 1:
             run_rank(0, args, directory, port)
         else:

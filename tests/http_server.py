@@ -16,7 +16,7 @@ class Quiet(BaseHTTPRequestHandler):
 
 @contextmanager
 def answering(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Its URL, while the block runs; at the end no thread of it is left."""
+    """Its URL, while the block runs; at the end nothing listens there."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -368,6 +368,9 @@ class Loop:
         assert batch.rollout_logprobs is not None
         selection = current_tokens(batch, self.progress.step) if self.stops_on_difference else batch.loss_mask
         found = logprob_difference(logprobs, batch.rollout_logprobs, selection)
+        if self.config.algorithm.exact and self.stops_on_difference and found.tokens and found.abs_max != 0.0:
+            assert self.scored is not None
+            exact.stop(self.progress.step, logprobs, batch, selection, self.scored.rows, self.layers)
         limit = difference_limit(self.config.monitor.logprob_difference_limit, self.config.model.dtype, ())
         if self.stops_on_difference and found.tokens and not found.abs_mean <= limit:
             raise TrainingStopped(
@@ -376,9 +379,6 @@ class Loop:
                 "made on this rollout. Either the engines do not hold the trainer's weights, or they compute in "
                 "another precision or at another temperature."
             )
-        if self.config.algorithm.exact and self.stops_on_difference and found.tokens and found.abs_max != 0.0:
-            assert self.scored is not None
-            exact.stop(self.progress.step, logprobs, batch, selection, self.scored.rows, self.layers)
         if self.stops_on_difference and batch.picture_places is not None:
             check_each_sample(batch, logprobs, selection, limit)
         return found.metrics | off_policy_metrics(logprobs, batch.rollout_logprobs, batch.loss_mask)

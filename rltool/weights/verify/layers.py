@@ -174,8 +174,8 @@ def verdict(found: Found, trained: float) -> str:
         )
     if found.alone != trained:
         return (
-            f"as a prompt all {found.layers} layers and the head agree, and alone the trainer gives the token "
-            f"{found.alone:.9g}: it is what the trainer's micro-batch makes of it"
+            f"as a prompt all {found.layers} layers and the head agree, and alone the trainer's rank 0 gives the token "
+            f"{found.alone:.9g}: it is what the micro-batch, or the rank that computed it, makes of it"
         )
     return (
         f"as a prompt all {found.layers} layers and the head agree: the difference is in how it was sampled (decoding, "
@@ -191,9 +191,9 @@ def find(
     what is found stays there. offloaded: a context in which the trainer's memory is off its GPU, entered where vLLM
     would have no room. LayerUnknown."""
     directory.mkdir(parents=True, exist_ok=True)
-    alone, ours, trace = _by_trainer(trainer, tokens)
-    trace.save(directory / "trainer.safetensors")
     try:
+        alone, ours, trace = _by_trainer(trainer, tokens)
+        trace.save(directory / "trainer.safetensors")
         crowded = trainer.runtime.device.type == "cuda" and not _has_room(trainer)
         with offloaded() if crowded else nullcontext():
             theirs = _by_engine(trainer, tokens, directory)

@@ -245,13 +245,15 @@ def test_a_difference_above_the_limit_stops_before_the_step_and_saves_the_state_
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 
 
-def test_with_exact_one_bit_of_difference_stops_before_the_step(tmp_path):
+@pytest.mark.parametrize(("excess", "said"), [(2**-23, "1.19e-07"), (0.5, "5.00e-01"), (math.nan, "nan")])
+def test_with_exact_any_difference_from_one_bit_on_stops_before_the_step(tmp_path, excess, said):
+    """As one of exact, also where it is above the limit of every run."""
     exact = {"algorithm": {"exact": True}, "model": {"path": "model", "dtype": "bfloat16"}}
     world = World()
     Run(tmp_path, world, steps=2, **exact).loop.run()
-    world.trainer_logprob = -1.0 + 2**-23
+    world.trainer_logprob = -1.0 + excess
     run = Run(tmp_path, world, steps=2, **exact)
-    with pytest.raises(TrainingStopped, match=r"algorithm.exact: (\d+) of \1 log-probabilities are not .* 1.19e-07"):
+    with pytest.raises(TrainingStopped, match=rf"algorithm.exact: (\d+) of \1 log-probabilities are not .* {said}"):
         run.loop.run()
     assert world.calls[-2:] == ["gradients", "discard"] and run.saves == [0]
 

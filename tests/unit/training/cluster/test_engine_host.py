@@ -106,5 +106,7 @@ def test_a_host_that_is_seen_to_be_gone_by_a_restart_is_lost_from_then_on(rig):
         assert rig.handles.is_lost(OTHER) and not rig.handles.is_lost(ONE)
         await rig.handles.start_again(ONE)
         assert [call[0] for call in rig.first.calls] == ["stop_engine", "start_engine"]
+        assert (await rig.handles.exits()).keys() == {OTHER, BOTH}, "all that were there are named, once"
+        assert await rig.handles.exits() == {}
 
     asyncio.run(body())

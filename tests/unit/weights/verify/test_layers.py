@@ -125,7 +125,7 @@ def test_one_bit_anywhere_in_a_vector_changes_its_number_and_the_sign_of_zero_do
             "tokens, the first of them token 38, by up to 1.2e-01",
         ),
         (Found(41, 28, -1.0, -2.0, -2.5), "all 28 layers agree, and the head does not: trainer -2, vLLM -2.5"),
-        (Found(41, 28, -1.5, -2.0, -2.0), "alone the trainer gives the token -1.5: it is what the trainer's micro"),
+        (Found(41, 28, -1.5, -2.0, -2.0), "alone the trainer's rank 0 gives the token -1.5: it is what the micro-"),
         (Found(41, 28, -1.0, -2.0, -2.0), "all 28 layers and the head agree: the difference is in how it was sampled"),
     ],
 )
