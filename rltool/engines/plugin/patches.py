@@ -152,7 +152,8 @@ def attend_alike(environment: Mapping[str, str] = os.environ) -> None:
         from vllm.v1.attention.backends import flash_attn
     except ImportError:  # another vLLM: the run that needs equal bits compares them
         return
-    attend = getattr(flash_attn, "flash_attn_varlen_func", None)
+    backend: Any = flash_attn
+    attend = getattr(backend, "flash_attn_varlen_func", None)
     if attend is None or getattr(attend, "rltool", False):
         return
 
@@ -163,7 +164,7 @@ def attend_alike(environment: Mapping[str, str] = os.environ) -> None:
 
     patched = cast(Any, with_a_mask)
     patched.rltool = True
-    flash_attn.flash_attn_varlen_func = patched
+    backend.flash_attn_varlen_func = patched
 
 
 def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:
