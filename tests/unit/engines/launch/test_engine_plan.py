@@ -408,7 +408,8 @@ def test_the_docs_have_examples_of_every_role_and_of_a_managed_run():
     [
         ("sglang", "cuda", 128, "SGLang was to compute exactly (algorithm.exact): that is implemented for vLLM"),
         ("vllm", "cpu", 128, "vLLM was to compute exactly (algorithm.exact): its batch-invariant kernels are for GPUs"),
-        ("vllm", "cuda", 64, "heads of another size than 128"),
+        ("vllm", "cuda", 96, "of other heads than those of 64 and 128"),
+        ("vllm", "cuda", 64, None),
         ("vllm", "cuda", 128, None),
     ],
 )
