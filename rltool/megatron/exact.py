@@ -32,7 +32,7 @@ from rltool.megatron.patches.registry import replace
 from rltool.megatron.products import add_product
 
 FAMILIES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Architectures that were compared."""
+"""Architectures that were compared: Llama in heads of 64 without scaled positions, Qwen2 and Qwen3 in heads of 128."""
 
 HEAD_ROWS = 64
 """vLLM pads a vocabulary to a multiple of this, and picks the tiles of the head's product by the padded size."""
