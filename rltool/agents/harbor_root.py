@@ -51,23 +51,23 @@ def main() -> None:
     try:
         init = enter()
         if init:
-            say(str(init))
+            write(str(init))
         else:
             build(order["root"], order["shared"])
     except OSError as error:
-        say(f"-{explained(error)}")
+        write(f"-{explained(error)}")
         os._exit(1)
     if init:
         os.waitpid(init, 0)
         return
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no zombies of what its programs leave behind
-    say("+")
+    write("+")
     while os.read(0, 1):
         pass
     os._exit(0)
 
 
-def say(line: str) -> None:
+def write(line: str) -> None:
     os.write(1, f"{line}\n".encode())
 
 

@@ -102,9 +102,9 @@ async def serve(config: GatewayConfig, parts: Parts) -> None:
     views = views_on_stdin() if parts.follows else None
     background = Background()
     async with gateway(config, parts, views) as app, served(app, config.host, config.port, shared=config.processes > 1):
-        garbage.look_once()
-        background.repeat(garbage.look, "garbage collection", seconds=garbage.LOOK_SECONDS)
-        background.repeat(garbage.look_at_all, "a full garbage collection", seconds=COLLECT_SECONDS)
+        garbage.collect_each_once()
+        background.repeat(garbage.collect_new, "garbage collection", seconds=garbage.COLLECT_NEW_SECONDS)
+        background.repeat(garbage.collect_all, "a full garbage collection", seconds=COLLECT_SECONDS)
         write_line(f"serving on {config.host}:{config.port}")
         try:
             await asyncio.Event().wait()

@@ -41,18 +41,18 @@ def settle() -> None:
     gc.freeze()
 
 
-LOOK_SECONDS = 0.05
+COLLECT_NEW_SECONDS = 0.05
 """How often a server that looks at each object once does so: what came since then stops it for some milliseconds."""
 
 
-def look_once() -> None:
+def collect_each_once() -> None:
     """From now on each object is looked at by one collection, the next, and left out of all later ones; so for a server
-    whose requests are in progress for long, and which runs `look` every LOOK_SECONDS.
+    whose requests are in progress for long, and which runs `collect_new` every COLLECT_NEW_SECONDS.
 
     Of a gateway with 2,000 turns in progress, collections were a fifth of its CPU. Python looks again at what survives,
     and collects when 700 objects more have come than gone: between turns that come as fast as they go it waits, and
     then looks at those of hundreds of turns at once. Reference counts free what is left out all the same; cycles among
-    it are found by `look_at_all`.
+    it are found by `collect_all`.
     """
 
     def after(phase: str, about: dict[str, int]) -> None:
@@ -64,10 +64,10 @@ def look_once() -> None:
     gc.collect()
 
 
-async def look() -> None:
+async def collect_new() -> None:
     gc.collect(0)
 
 
-async def look_at_all() -> None:
+async def collect_all() -> None:
     gc.unfreeze()
     gc.collect()

@@ -236,7 +236,7 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
 HEADS_ARE_NOT_EXACT = "of other heads than those of 64 and 128 it was not compared whether vLLM gives a token the same \
 bits as a prompt and as it is sampled"
 """It depends on the blocks of keys that FlashAttention 3 sums over (hopper/tile_size.h); rltool's plugin keeps those of
-heads of 64 alike (`plugin.patches.attend_alike`)."""
+heads of 64 alike (`plugin.patches.keep_causal_blocks`)."""
 
 
 def exact_heads(model: Path) -> bool:

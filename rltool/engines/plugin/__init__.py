@@ -6,14 +6,19 @@ environment sets it. Not here: what the driver does with a server.
 """
 
 from rltool.engines.plugin.outputs import hold_outputs
-from rltool.engines.plugin.patches import attend_alike, fork_engine_processes, limit_busy_loop, reset_hashed_blocks
+from rltool.engines.plugin.patches import (
+    fork_engine_processes,
+    keep_causal_blocks,
+    limit_busy_loop,
+    reset_hashed_blocks,
+)
 
 BACKEND = "rltool"
 
 
 def register() -> None:
     """Make `--weight-transfer-config '{"backend": "rltool"}'` known to vLLM, limit_busy_loop,
-    fork_engine_processes, hold_outputs, reset_hashed_blocks and attend_alike.
+    fork_engine_processes, hold_outputs, reset_hashed_blocks and keep_causal_blocks.
 
     Idempotent; imports no receiver yet."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -24,4 +29,4 @@ def register() -> None:
     fork_engine_processes()
     hold_outputs()
     reset_hashed_blocks()
-    attend_alike()
+    keep_causal_blocks()

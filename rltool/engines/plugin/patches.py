@@ -138,7 +138,7 @@ def _hashed_blocks(pool: Any) -> list[Any] | None:
     return found
 
 
-def attend_alike(environment: Mapping[str, str] = os.environ) -> None:
+def keep_causal_blocks(environment: Mapping[str, str] = os.environ) -> None:
     """Let a batch-invariant server sum over keys in the same blocks whether tokens are sampled or read. Without
     VLLM_BATCH_INVARIANT=1 nothing changes. Idempotent.
 

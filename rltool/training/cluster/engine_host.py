@@ -99,7 +99,7 @@ class HostHandles:
             part = _Part(nodes.index(launch.node), launch.index)
             self._parts.setdefault(self._urls[launch.index], []).append(part)
         self._lost: dict[int, PartLost] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
         """Lost hosts whose engines `exits` has named."""
         self._asked: dict[int, Any] = {}
         """Host -> its answer to come."""
@@ -112,7 +112,7 @@ class HostHandles:
 
     async def exits(self) -> Mapping[str, str]:
         for number, actor in enumerate(self._actors):
-            if number not in self._told and number not in self._asked:
+            if number not in self._reported and number not in self._asked:
                 self._asked[number] = actor.exits.remote()
         found = await asyncio.gather(*map(self._exits_at, list(self._asked)))
         return {url: how for at in found for url, how in at.items()}
@@ -150,7 +150,7 @@ class HostHandles:
             async with asyncio.timeout(ANSWER_SECONDS):
                 found = await self._asked[number]
         except RayActorError as error:
-            self._told.add(number)
+            self._reported.add(number)
             lost = self._is_lost_with(number, error)
             found = {index: str(lost) for index in self._indices_at(number)}
         except RayError as error:

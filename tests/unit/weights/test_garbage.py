@@ -77,7 +77,7 @@ def test_a_server_looks_at_each_object_once_and_at_cycles_that_were_left_out_whe
         if phase == "start":
             looked.append(sum(len(gc.get_objects(generation=g)) for g in range(about["generation"] + 1)))
 
-    garbage.look_once()
+    garbage.collect_each_once()
     gc.callbacks.append(count)
     rounds, objects, kept = 60, 12_000, []
     for number in range(rounds):
@@ -85,18 +85,18 @@ def test_a_server_looks_at_each_object_once_and_at_cycles_that_were_left_out_whe
             if number >= rounds // 2:  # as many go as come: Python by itself would wait
                 del kept[0]
             kept.append([{"turn": []} for _ in range(objects // 24)])
-        asyncio.run(garbage.look())
+        asyncio.run(garbage.collect_new())
     assert 0.95 < sum(looked) / (rounds * objects) < 1.1 and max(looked) < 1.1 * objects, looked
     left_out = gc.get_freeze_count()
     kept.clear()
     assert left_out - gc.get_freeze_count() >= rounds // 2 * objects  # freed all the same
     old = Cycle()
     gone = weakref.ref(old)
-    asyncio.run(garbage.look())
+    asyncio.run(garbage.collect_new())
     del old
-    asyncio.run(garbage.look())
+    asyncio.run(garbage.collect_new())
     assert gone() is not None
-    asyncio.run(garbage.look_at_all())
+    asyncio.run(garbage.collect_all())
     assert gone() is None
 
 

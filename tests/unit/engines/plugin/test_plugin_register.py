@@ -109,7 +109,7 @@ def test_a_batch_invariant_server_attends_with_a_mask_also_where_every_query_is_
     sys.modules["vllm.v1.attention.backends"].flash_attn = module
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for _ in range(2):
-        patches.attend_alike({patches.BATCH_INVARIANT_VARIABLE: variable})
+        patches.keep_causal_blocks({patches.BATCH_INVARIANT_VARIABLE: variable})
     module.flash_attn_varlen_func("q", max_seqlen_q=asked, fa_version=version)
     assert called == [(("q",), {"max_seqlen_q": made, "fa_version": version})]
 
