@@ -374,7 +374,8 @@ class Collector:
                 raise TrainingStopped(
                     f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) "
                     f"before {self.policy.batch} good ones were found (rollout.max_filtered_batches)"
-                    f"{self._since.filtered_scores()}: are the prompts all too easy or too hard for rollout.group_filter?"
+                    f"{self._since.filtered_scores()}: are the prompts all too easy or too hard for "
+                    "rollout.group_filter?"
                 )
             await self._changed.wait()
 
