@@ -55,13 +55,18 @@ CLERK = Agent[dict[str, int]]("clerk", tools=[price, add, subtract, multiply])
 
 
 async def run(task: Any) -> float:
-    """1.0 if the answer is the label, else 0.0: also for a tool that does not exist, and for too many turns."""
+    """1.0 if the answer is the label, else 0.0: also for a tool that does not exist, for too many turns, and for a
+    conversation that has become longer than the model takes."""
     model = OpenAIChatCompletionsModel(task.model, client_for(task))
     try:
         ended = await Runner.run(
             CLERK, task.row["prompt"], context=task.row["metadata"]["prices"], max_turns=MAX_TURNS,
             run_config=RunConfig(model=model),
         )  # fmt: skip
-    except (AgentsException, openai.BadRequestError):  # the second: the conversation is longer than the model takes
+    except AgentsException:
+        return 0.0
+    except openai.BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
         return 0.0
     return float(str(ended.final_output).strip() == task.row["label"])

@@ -36,6 +36,10 @@ async def run(task: Any) -> float:
     model = OpenAIChatCompletionsModel(task.model, client_for(task))
     try:
         ended = await Runner.run(AGENT, task.row["prompt"], max_turns=MAX_TURNS, run_config=RunConfig(model=model))
-    except (AgentsException, openai.BadRequestError):
+    except AgentsException:
+        return 0.0
+    except openai.BadRequestError as error:
+        if error.code != "context_length_exceeded":
+            raise
         return 0.0
     return float(str(ended.final_output).strip() == task.row["label"])

@@ -117,16 +117,19 @@ class Sessions:
         return self.store.remove_ended(self._clock() - keep)
 
     def expire(self) -> int:
-        """End sessions unused for the idle time-out; how many. One that cannot be ended, such as one
-        whose file is damaged, holds up no other: RltoolError names all such, at the end."""
+        """End sessions unused for the idle time-out; how many. What cannot be read, such as a damaged
+        file, holds up no other: RltoolError names all such, at the end."""
         oldest = self._clock() - self._idle
         for session in self._living.values():
             if session.in_progress:
                 self.touch(session)
         late = [s for s in self._living.values() if s.last_used < oldest and not s.in_progress]
-        before = oldest + self.store.ahead() if self._asleep else oldest
-        asleep = [name for name, written in self._asleep.items() if written < before]
-        failed, ended = [], 0
+        asleep, failed, ended = list[str](), list[str](), 0
+        try:
+            before = oldest + self.store.ahead() if self._asleep else oldest
+            asleep = [name for name, written in self._asleep.items() if written < before]
+        except OSError as error:
+            failed.append(str(error))
         for late_one in (*late, *asleep):
             try:
                 if isinstance(late_one, str):

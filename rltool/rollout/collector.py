@@ -107,6 +107,8 @@ class _Since:
     interrupted: int = 0
     filtered_rewards: float = 0.0
     filtered_samples: int = 0
+    filtered_equal: Counter[float] = field(default_factory=Counter)
+    """Reward -> groups of which every sample had it."""
 
     @property
     def filtered_reward(self) -> float | None:
@@ -117,6 +119,18 @@ class _Since:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         self.filtered_rewards += sum(rewards)
         self.filtered_samples += len(rewards)
+        if len(rewards) == len(group.samples) and len(set(rewards)) == 1:
+            self.filtered_equal[rewards[0]] += 1
+
+    def filtered_scores(self) -> str:
+        """What the dropped groups have scored, for an error; "" where none was scored. Right and wrong are, as a rule,
+        the two rewards that most groups of equal ones have."""
+        if self.filtered_reward is None:
+            return ""
+        shares = ((reward, count / self.dropped.total()) for reward, count in self.filtered_equal.most_common(2))
+        return f"; the mean reward of those that were scored is {self.filtered_reward:.3g}" + "".join(
+            f"; {share:.0%} of them got {reward:.3g} for every sample" for reward, share in shares
+        )
 
 
 class Collector:
@@ -357,12 +371,11 @@ class Collector:
             if groups is not None:
                 return groups
             if self._since.dropped.total() >= self.config.max_filtered:
-                mean = self._since.filtered_reward
                 raise TrainingStopped(
                     f"step {step}: {self._since.dropped.total()} groups were dropped ({dict(self._since.dropped)}) "
                     f"before {self.policy.batch} good ones were found (rollout.max_filtered_batches)"
-                    + (f"; the mean reward of those that were scored is {mean:.3g}" if mean is not None else "")
-                    + ": are the prompts all too easy or too hard for rollout.group_filter?"
+                    f"{self._since.filtered_scores()}: are the prompts all too easy or too hard for "
+                    "rollout.group_filter?"
                 )
             await self._changed.wait()
 

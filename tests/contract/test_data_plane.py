@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
@@ -17,7 +18,7 @@ from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
 from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams
 from rltool.engines.weight_version import Lineage
-from rltool.errors import EngineRejected
+from rltool.errors import EngineRejected, EngineTimedOut
 from rltool.rollout.serving import data_plane
 from rltool.rollout.serving.data_plane import DataPlane, PoisonousRequest, Trace
 from rltool.rollout.serving.versions import VersionBook
@@ -41,7 +42,7 @@ class Rig:
     """READY engines at step 0 of the run, and a data plane over them."""
 
     def __init__(self, client: EngineClient, engines: list[FakeVllm], **options: Any) -> None:
-        self.engines, self.fleet = engines, Fleet()
+        self.client, self.engines, self.fleet = client, engines, Fleet()
         self.book = VersionBook(Lineage(RUN, 0))
         for engine in engines:
             fleets.add_probed(self.fleet, engine.url)
@@ -383,6 +384,32 @@ def test_an_engine_that_keeps_a_request_beyond_the_deadline_has_failed_and_anoth
             assert "within 0.3 s" in reason and "deadlines.generate has passed" in reason
 
     asyncio.run(run())
+
+
+def test_a_request_that_is_given_up_as_its_deadline_passes_leaves_no_failure_unheard(two, monkeypatch):
+    unheard: list[dict[str, Any]] = []
+
+    async def times_out(*_: Any, **__: Any) -> None:
+        try:
+            await asyncio.sleep(LONG)
+        except asyncio.CancelledError:
+            raise EngineTimedOut("no answer within 0.3 s") from None
+
+    async def run():
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        async with rig(*two) as r:
+            monkeypatch.setattr(r.client, "generate", times_out)
+            task = asyncio.create_task(r.plane.generate(request()))
+            await until(lambda: r.plane.in_flight == 1, "it is sent")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert r.plane.counts["failed_requests"] == 1
+            del task
+            gc.collect()
+
+    asyncio.run(run())
+    assert unheard == []
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from recipes.shop import task as shop
 from recipes.tool_use import task as tool_use
 from rltool.agents.recorded import count_turns, samples_of
@@ -26,8 +28,11 @@ PLAY = """
 import asyncio, importlib, json, sys, types
 run = importlib.import_module(sys.argv[1]).run
 async def main():
-    return await asyncio.gather(*[run(types.SimpleNamespace(**task)) for task in json.load(sys.stdin)])
-print("REWARDS", json.dumps(asyncio.run(main())))
+    tasks = [types.SimpleNamespace(**task) for task in json.load(sys.stdin)]
+    return await asyncio.gather(*map(run, tasks), return_exceptions=True)
+def text(error):
+    return f"{type(error).__name__}: {getattr(error, 'code', error)}"
+print("REWARDS", json.dumps(asyncio.run(main()), default=text))
 """
 
 
@@ -46,12 +51,12 @@ class Knowing(FakeVllm):
 
 def played(
     agent: str, rows: list[dict[str, Any]], model: Path, says: Callable[[str], str], directory: Path,
-    max_model_len: int = 1024,
-) -> tuple[list[float], list[dict[str, Any]], list[str]]:  # fmt: skip
-    """(rewards, records of the sessions, what the engine has read)."""
+    max_model_len: int = 1024, **options: Any,
+) -> tuple[list[Any], list[dict[str, Any]], list[str]]:  # fmt: skip
+    """(rewards, or errors as text; records of the sessions; what the engine has read)."""
     with (
         Knowing(load_tokenizer(model), says) as engine,
-        Gateway(directory, model, [engine], max_model_len=max_model_len) as gateway,
+        Gateway(directory, model, [engine], options, max_model_len=max_model_len) as gateway,
     ):
         sessions = [gateway.open() for _ in rows]
         tasks = [
@@ -141,3 +146,15 @@ def test_the_calculator_by_the_framework(tmp_path):
     # With the last one's error the conversation is longer than the recipe's 72 tokens: its second turn is refused.
     assert [len(record["turns"]) for record in records] == [2, 2, 2, 1]
     assert all(len(record["trajectories"]) == 1 for record in records)
+
+
+@pytest.mark.parametrize("agent", ["recipes.shop.agent", "recipes.tool_use.framework"])
+def test_a_request_that_is_refused_for_another_reason_is_no_reward(agent, tmp_path):
+    if agent.startswith("recipes.shop"):
+        model, said = write_gateway_tokenizer(tmp_path / "model"), shop.call_text("add", {"a": 1, "b": 1})
+        (model / "chat_template.jinja").write_text(shop.TEMPLATE)
+    else:
+        model, said = tool_use.make_model(tmp_path / "model", seed=0), tool_use.call_of("2*3")
+    row = {"prompt": "2*3", "label": "6", "metadata": {"prices": {}}}
+    rewards, [record], _ = played(agent, [row], model, lambda _: said, tmp_path, max_turns=1)
+    assert rewards == ["BadRequestError: session_limit"] and len(record["turns"]) == 1

@@ -89,3 +89,9 @@ def test_this_environment_is_the_one_of_the_constraints():
 
 def test_sglangs_environment_is_the_one_of_its_requirements():
     assert differences(sglang_python(), "sglang-cpu.txt") == []
+
+
+def test_the_torch_of_an_sglang_with_cuda_is_the_one_that_it_wants():
+    code = "import importlib.metadata as m; print(*[r for r in m.requires('sglang') if r.startswith('torch==')])"
+    wanted = subprocess.run([sglang_python(), "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert wanted.stdout.strip() == f"torch=={lock('sglang-cuda.txt')['torch']}"

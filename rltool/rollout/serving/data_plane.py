@@ -398,6 +398,8 @@ class DataPlane:
                 await asyncio.wait((task,))
             finally:
                 del self._sending[attempt]
+                # Who asked may leave as the deadline passes: the fleet has heard of it, and nobody else will.
+                task.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
         if attempt in self._withdrawn and task.cancelled():
             kind = EngineUnreachable if self._withdrawn[attempt] else _NotItsFault
             raise kind(f"{attempt.endpoint.url} was taken out of service while it had the request")

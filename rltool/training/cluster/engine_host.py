@@ -114,8 +114,12 @@ class HostHandles:
         for number, actor in enumerate(self._actors):
             if number not in self._reported and number not in self._asked:
                 self._asked[number] = actor.exits.remote()
-        found = await asyncio.gather(*map(self._exits_at, list(self._asked)))
-        return {url: how for at in found for url, how in at.items()}
+        found = await asyncio.gather(*map(self._exits_at, list(self._asked)), return_exceptions=True)
+        ended = {url: how for at in found if not isinstance(at, BaseException) for url, how in at.items()}
+        failed = [at for at in found if isinstance(at, BaseException)]
+        if failed and not ended:  # else the next call asks that host again, and raises
+            raise failed[0]
+        return ended
 
     async def start_again(self, url: str) -> None:
         """On every host that has a part of it, first ended everywhere. PartLost where such a host is gone."""

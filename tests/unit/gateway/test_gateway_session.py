@@ -456,6 +456,20 @@ def test_sessions_that_cannot_be_ended_are_named_and_hold_up_no_other(tmp_path):
     assert sessions.expire() == 0, "a damaged one does not come up each time"
 
 
+def test_where_the_clock_of_files_cannot_be_read_the_others_end_all_the_same(tmp_path, monkeypatch):
+    sessions_of(tmp_path).create({})
+    now = [time.time()]
+    sessions = sessions_of(tmp_path, clock=lambda: now[0])
+    living, _ = sessions.create({})
+    now[0] += 61
+    with monkeypatch.context() as broken:
+        broken.setattr(sessions.store, "ahead", lambda: os.stat(tmp_path / "gone"))
+        with pytest.raises(RltoolError, match="No such file.*gone"):
+            sessions.expire()
+    assert living.ended and sessions.open == 1 and sessions.counts["timed_out"] == 1
+    assert sessions.expire() == 1 and sessions.open == 0
+
+
 # -- what does not count
 
 

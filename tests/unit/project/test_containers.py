@@ -78,7 +78,7 @@ def test_engines_with_cuda_are_the_releases_that_are_tested_on_the_cpu():
         "sglang": re.search(r"sglang==(\S+)", (ROOT / "tests/sglang_cpu/setup.sh").read_text()),
     }
     for name, found in tested.items():
-        assert found is not None and pins(f"{name}-cuda.txt") == {name: found[1]}
+        assert found is not None and pins(f"{name}-cuda.txt")[name] == found[1]
         newest = dialect(name).versions.newest
         assert tuple(map(int, found[1].split(".")))[: len(newest)] == newest
 

@@ -41,12 +41,13 @@ class Versions:
 @dataclass
 class Work:
     """Generates two tokens a sample in two pieces, so that a version may change in between. Knobs: `delay(group)` in
-    seconds, `fail(group)`: an error to raise, `reason(group)`: why it is dropped."""
+    seconds, `fail(group)`: an error to raise, `reason(group)`: why it is dropped, `reward(sample)`."""
 
     versions: Versions
     delay: callable = lambda group: 0.0
     fail: callable = lambda group: None
     reason: callable = lambda group: None
+    reward: callable = lambda sample: float(sample.index)
     partial: bool = True
     bring: dict = field(default_factory=dict)
     aborted: list[int] = field(default_factory=list)
@@ -73,7 +74,7 @@ class Work:
 
     async def finish(self, group):
         for sample in group.samples:
-            sample.reward = float(sample.index)
+            sample.reward = self.reward(sample)
         return self.reason(group)
 
     async def abort(self, groups):
@@ -169,6 +170,19 @@ def test_filtering_without_end_stops_the_run():
     async def run():
         work = Work(Versions(), reason=lambda g: "equal_rewards")
         with pytest.raises(TrainingStopped, match=r"equal_rewards.*max_filtered_batches\); the mean reward .* is 0.5:"):
+            await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
+
+    asyncio.run(run())
+
+
+def test_a_run_that_is_stopped_says_how_many_groups_were_always_right_and_how_many_always_wrong():
+    async def run():
+        def reward(sample):  # 8 groups of 12 are right, 1 is mixed
+            return float(sample.group_id < 8 or (sample.group_id == 8 and sample.index > 0))
+
+        work = Work(Versions(), reason=lambda g: "equal_rewards", reward=reward)
+        said = r"is 0\.708; 67% of them got 1 for every sample; 25% of them got 0 for every sample: are"
+        with pytest.raises(TrainingStopped, match=said):
             await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
 
     asyncio.run(run())

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, RaySystemError
 
 from rltool.config.serve import EngineLaunch
-from rltool.errors import HostLost
+from rltool.errors import HostLost, PartLost
 from rltool.training.cluster import engine_host
 from rltool.training.cluster.engine_host import HostHandles
 
@@ -33,7 +33,7 @@ class Actor:
     def __init__(self) -> None:
         self.ended: dict[int, str] = {}
         self.calls: list[tuple[object, ...]] = []
-        self.silent = self.gone = False
+        self.silent = self.gone = self.fails = False
         for name in ("exits", "stop_engine", "start_engine"):
             setattr(self, name, SimpleNamespace(remote=lambda *given, name=name: self._begin(name, *given)))
 
@@ -44,6 +44,8 @@ class Actor:
         self.calls.append((name, *given))
         while self.silent:
             await asyncio.sleep(0.001)
+        if self.fails:
+            raise RaySystemError("no memory")
         if self.gone:
             error = ActorDiedError()
             why = "The actor died because its node has died. the actor's node was terminated: silent."
@@ -76,6 +78,19 @@ def test_a_silent_host_keeps_nobody_from_hearing_of_the_others_and_is_asked_once
         assert await rig.handles.exits() == {}
         assert len(rig.second.calls) == 1 and not rig.handles.is_lost(OTHER)
         rig.second.ended, rig.second.silent = {1: "engine-1 ended"}, False
+        assert await rig.handles.exits() == {OTHER: "engine-1 ended"}
+
+    asyncio.run(body())
+
+
+def test_a_host_that_cannot_be_asked_takes_nothing_from_what_the_others_say(rig):
+    async def body():
+        rig.second.fails = True
+        rig.first.ended = {0: "engine-0 was killed by signal 9"}
+        assert await rig.handles.exits() == {ONE: "engine-0 was killed by signal 9"}
+        with pytest.raises(PartLost, match=r"asking host 10\.0\.0\.2 about its engines"):
+            await rig.handles.exits()
+        rig.second.ended, rig.second.fails = {1: "engine-1 ended"}, False
         assert await rig.handles.exits() == {OTHER: "engine-1 ended"}
 
     asyncio.run(body())
