@@ -10,6 +10,8 @@ computed again, against --peak-tflops; of the forward pass for log-probabilities
 is 4 x, for frozen weights have no gradients; adapters' own products are not counted. Every token but the
 first of a sample has a loss, so no shortcut over prompts helps.
 
+--logprobs-only leaves training out; --profile and --trace are then of one pass of log-probabilities.
+
 --against CHECKOUT runs the same with the code of another commit, in turns with this one, --pairs times, and prints
 ratios, this one / the other, of processor seconds of an optimizer step: a busy machine slows both.
 """
@@ -146,7 +148,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--distributed-optimizer", action="store_true")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--peak-tflops", type=float, default=990.0, help="dense, in --dtype, of one device")
-    parser.add_argument("--profile", type=Path, help="write a table of the slowest kernels of one more step here")
+    parser.add_argument("--logprobs-only", action="store_true", help="no training steps, the forward pass alone")
+    parser.add_argument("--profile", type=Path, help="write tables of one more step here: by kind, and by kernel")
     parser.add_argument("--trace", type=Path, help="write that step's timeline here, for a trace viewer (.json.gz)")
     parser.add_argument("--against", type=Path, help="root of a checkout of another commit")
     parser.add_argument("--pairs", type=int, default=5)
@@ -310,17 +313,17 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             trainer.optimizer_step()
 
         first = time.perf_counter()
-        for _ in range(args.warmup):
+        for _ in range(0 if args.logprobs_only else args.warmup):
             # Three micro-batches of different lengths compile and allocate all that the rest uses.
             train(mine[:2] + mine[-1:])
-        trainer.compute_logprobs(mine[:1])
+        trainer.compute_logprobs(mine if args.logprobs_only else mine[:1])
         warm = time.perf_counter() - first
         if cuda:
             torch.cuda.reset_peak_memory_stats()
-        seconds, processor = zip(*[timed(lambda: train(mine)) for _ in range(args.steps)], strict=True)
+        steps = [timed(lambda: train(mine)) for _ in range(0 if args.logprobs_only else args.steps)]
+        scored = [timed(lambda: trainer.compute_logprobs(mine)) for _ in range(args.steps)]
         peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else None
-        scoring = min(timed(lambda: trainer.compute_logprobs(mine))[0] for _ in range(args.steps))
-        took = statistics.median(seconds)
+        scoring = min(wall for wall, _ in scored)
         cost = trainer.family.cost()
         forward = cost.batch_flops(lengths[:samples]) / 3
         flops = 3 * forward - (2 * cost.products * real_tokens if args.lora_rank else 0)
@@ -351,23 +354,30 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "longest": max(lengths),
             "mean_length": round(statistics.mean(lengths)),
             "step_flops": flops,
-            "seconds": [round(value, 4) for value in seconds],
-            "processor_seconds": [round(value, 3) for value in processor],
+            "seconds": [round(wall, 4) for wall, _ in steps],
+            "processor_seconds": [round(worked, 3) for _, worked in steps or scored],
             "warmup_seconds": round(warm, 1),
-            "tokens_per_second_per_device": round(real_tokens / took / args.ranks),
-            "mfu": round(flops / took / args.ranks / args.peak_tflops / 1e12, 4),
             "logprob_seconds": round(scoring, 4),
             "logprob_tokens_per_second_per_device": round(real_tokens / scoring / args.ranks),
             "logprob_mfu": round(forward / scoring / args.ranks / args.peak_tflops / 1e12, 4),
             "torch": torch.__version__,
         }
+        if steps:
+            took = statistics.median(wall for wall, _ in steps)
+            result["tokens_per_second_per_device"] = round(real_tokens / took / args.ranks)
+            result["mfu"] = round(flops / took / args.ranks / args.peak_tflops / 1e12, 4)
         if peak is not None:
             result["device"] = torch.cuda.get_device_name()
             result["peak_allocated_gib"], result["peak_reserved_gib"] = (round(value / 2**30, 2) for value in peak)
-        if (args.profile or args.trace) and rank == 0:
-            write_profile(args.profile, args.trace, lambda: timed(lambda: train(mine[:2])), cuda)
-        elif args.profile or args.trace:
-            train(mine[:2])  # the profiled step needs all ranks
+        if args.profile or args.trace:
+
+            def profiled() -> tuple[float, float]:
+                return timed(lambda: trainer.compute_logprobs(mine) if args.logprobs_only else train(mine[:2]))
+
+            if rank == 0:
+                write_profile(args.profile, args.trace, profiled, cuda, scoring if args.logprobs_only else None)
+            else:
+                profiled()  # it needs all ranks
         return result if rank == 0 else None
 
 
@@ -394,17 +404,64 @@ def expert_products(trainer: MegatronTrainer) -> str:
     return "grouped" if isinstance(experts, GroupedExperts) and experts.grouped else "sequential"
 
 
-def write_profile(path: Path | None, trace: Path | None, action: Callable[[], tuple[float, float]], cuda: bool) -> None:
+def write_profile(
+    path: Path | None, trace: Path | None, action: Callable[[], tuple[float, float]], cuda: bool, usual: float | None
+) -> None:
+    """usual: seconds of the same without a profiler, which slows the host: what the GPU did not work of these it
+    waited."""
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as recorded:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    with profile(activities=activities, record_shapes=True) as recorded:
         seconds, _ = action()
     if trace is not None:
         recorded.export_chrome_trace(str(trace))
     if path is not None:
         order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        lines = [f"{busy_seconds(recorded):.4f} s of kernels in {seconds:.4f} s", "kind\tcalls\tms\tTFLOP/s"]
+        if usual is not None:
+            lines[0] += f", {usual:.4f} s without the profiler"
+        starts = [event.time_range.start for event in recorded.events() if str(event.device_type).endswith("CUDA")]
+        if starts:
+            first = min(event.time_range.start for event in recorded.events())
+            lines[0] += f"; the first after {(min(starts) - first) / 1e6:.4f} s"
+        for kind, (calls, took, flops) in sorted(by_kind(recorded, cuda).items(), key=lambda item: -item[1][1]):
+            lines.append(f"{kind}\t{calls}\t{1e3 * took:.3f}\t{flops / took / 1e12 if flops else 0:.1f}")
         table = recorded.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=110)
-        path.write_text(f"{busy_seconds(recorded):.4f} s of kernels in {seconds:.4f} s\n{table}", encoding="utf-8")
+        path.write_text("\n".join([*lines, table]), encoding="utf-8")
+
+
+def by_kind(recorded: Any, cuda: bool) -> dict[str, tuple[int, float, float]]:
+    """(calls, seconds, FLOPs) of matrix products by "product K x N", and of all else by the kernel's name; on a CPU by
+    the operator's."""
+    found: dict[str, tuple[int, float, float]] = {}
+
+    def add(kind: str, seconds: float, flops: float = 0.0) -> None:
+        calls, before, work = found.get(kind, (0, 0.0, 0.0))
+        found[kind] = (calls + 1, before + seconds, work + flops)
+
+    linked: dict[str, list[float]] = {}
+    for event in recorded.events():
+        kernels = [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels]
+        if not cuda and event.self_cpu_time_total > 0:
+            kernels = [(event.name, event.self_cpu_time_total / 1e6)]
+        matrices = [shape for shape in event.input_shapes or () if len(shape) == 2]
+        for name, seconds in kernels:
+            linked.setdefault(name, []).append(seconds)
+            if event.name in ("aten::mm", "aten::addmm") and len(matrices) >= 2:
+                (rows, inner), (_, columns) = matrices[-2:] if event.name == "aten::addmm" else matrices[:2]
+                add(f"product {inner} x {columns}", seconds, 2.0 * rows * inner * columns)
+            else:
+                add(name, seconds)
+    for event in recorded.events():
+        # Kernels that no operator of torch's launched.
+        if cuda and str(event.device_type).endswith("CUDA"):
+            known = linked.get(event.name)
+            if known:
+                known.pop()
+            else:
+                add(event.name, event.time_range.elapsed_us() / 1e6)
+    return found
 
 
 def busy_seconds(recorded: Any) -> float:

@@ -1,4 +1,4 @@
-"""One micro-batch as one rank computes it, prepared before the schedule: inside that nothing waits for the host."""
+"""One micro-batch as one rank computes it, prepared so that nothing in its pass waits for the host."""
 
 from __future__ import annotations
 

@@ -188,8 +188,22 @@ class TrainedModel(ABC):
 
     # -- forward and backward
 
-    def _run(self, micro_batches: list[MicroBatch], last: Callable[..., Any], *, forward_only: bool) -> list[Any]:
-        """Megatron's schedule over the micro-batches; `last(micro_batch, hidden)` runs on the last pipeline stage."""
+    def _run(
+        self,
+        micro_batches: list[TrainBatch],
+        rows_of: Callable[[TrainBatch], Tensor],
+        last: Callable[..., Any],
+        *,
+        forward_only: bool,
+    ) -> list[Any]:
+        """Megatron's schedule over the micro-batches; `last(micro_batch, hidden)` runs on the last pipeline stage.
+
+        Each is prepared when its turn comes, while a GPU still computes the one before. Not in a pipeline: a batch that
+        is refused would leave other stages waiting for this one.
+        """
+        prepared = self._prepare(micro_batches, rows_of)
+        if self.coordinates.layout.pp > 1:
+            prepared = iter(list(prepared))
 
         def forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             micro = next(batches)
@@ -197,26 +211,25 @@ class TrainedModel(ABC):
 
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter(micro_batches),
+            data_iterator=prepared,
             model=self.ddp,
             num_microbatches=len(micro_batches),
-            seq_length=max(len(micro.tokens) for micro in micro_batches),
+            seq_length=max(len(batch.tokens) for batch in micro_batches),  # stages exchange the true lengths
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
 
-    def _prepare(self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]) -> list[MicroBatch]:
+    def _prepare(
+        self, micro_batches: list[TrainBatch], rows_of: Callable[[TrainBatch], Tensor]
+    ) -> Iterator[MicroBatch]:
         at, device, inputs = self.coordinates, self.runtime.device, self.inputs()
         cut, shared = self.config.sequence_parallel, self.config.shared_prefixes
-        prepared = [
-            prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs, shared=shared)
-            for batch in micro_batches
-        ]
-        for micro in prepared:
-            if micro.batch.picture_places is not None:
-                place_pictures(micro.batch, micro.packed, self.family, at, self.tower, sequence_parallel=cut)
-        return prepared
+        for batch in micro_batches:
+            micro = prepare(batch, rows_of(batch), at, device, sequence_parallel=cut, inputs=inputs, shared=shared)
+            if batch.picture_places is not None:
+                place_pictures(batch, micro.packed, self.family, at, self.tower, sequence_parallel=cut)
+            yield micro
 
     def _states(self, micro: MicroBatch, hidden: Tensor, *, gradient_in_parts: bool) -> Tensor:
         """[H, hidden]: the states that predict those of micro.rows which fall to this rank.
@@ -258,7 +271,7 @@ class TrainedModel(ABC):
         def result(micro: MicroBatch, hidden: Tensor, non_loss_data: bool = True) -> Tensor:
             return torch.stack([in_row(micro, values) for values in self.outputs(micro, hidden)[:count]])
 
-        rows = self._run(self._prepare(micro_batches, rows_of), result, forward_only=True)
+        rows = self._run(micro_batches, rows_of, result, forward_only=True)
         return [values.cpu() for values in rows] if self.coordinates.returns_logprobs else None
 
     def _gradients(
@@ -285,7 +298,7 @@ class TrainedModel(ABC):
             return total / global_loss_tokens, count, sums
 
         self.discard_gradients()
-        entries = self._run(self._prepare(micro_batches, loss.loss_rows), step_loss, forward_only=False)
+        entries = self._run(micro_batches, loss.loss_rows, step_loss, forward_only=False)
         # Of the ranks that have the same sums one counts.
         counted = entries if self.coordinates.returns_logprobs else []
         local = [math.fsum(float(entry.get(name, 0.0)) for entry in counted) for name in names]

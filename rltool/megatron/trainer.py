@@ -274,7 +274,7 @@ class MegatronTrainer(TrainedModel):
             return TopK(*(in_row(micro, *self._on_all_context_ranks(micro, values)) for values in found))
 
         with self._with_weights("teacher"):
-            rows = self._run(self._prepare(micro_batches, loss.loss_rows), result, forward_only=True)
+            rows = self._run(micro_batches, loss.loss_rows, result, forward_only=True)
         if not self.coordinates.returns_logprobs:
             return None
         return [{"teacher_topk_ids": ids.cpu(), "teacher_topk_logprobs": values.cpu()} for ids, values in rows]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
+from unittest import mock
 
 import pytest
 import torch
@@ -67,6 +68,24 @@ def case_reference(place, path, batch):
         trained, hashed = trainer.compute_logprobs([batch]), trainer.parameter_hash()
         reference = trainer.compute_logprobs([batch], weights="reference")
         return first[0], trained[0], reference[0], hashed, trainer.parameter_hash()
+
+
+def case_turns(place, path, pp, micro_batches):
+    """What happens to this rank's micro-batches, in order."""
+    from rltool.megatron import trained
+
+    found = []
+
+    def noted(name):
+        def instead(*args, call=getattr(trained, name), **options):
+            found.append(name)
+            return call(*args, **options)
+
+        return mock.patch.object(trained, name, instead)
+
+    with closing(make_trainer(place, path, pp=pp)) as trainer, noted("prepare"), noted("forward"):
+        trainer.compute_logprobs(micro_batches)
+        return found
 
 
 def case_metadata(place, path, dtype):
@@ -261,6 +280,14 @@ def test_non_finite_advantage_skips_the_step_on_every_rank_and_leaves_everything
         assert skipped["train/skipped"] == 1 and good["train/skipped"] == 0
         # The step after the skipped one is the first step: optimizer and schedule did not move either.
         assert final == clean[0][2] and good == clean[0][0][0]
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_micro_batch_is_prepared_in_its_turn_but_in_a_pipeline_before_the_first(ranks, tmp_path, pp):
+    """So that a GPU has work meanwhile; and so that no stage waits for one that refuses a batch."""
+    path, micro_batches = save_hf(tmp_path / "hf", "qwen2"), split(policy_batch(LENGTHS), 0, 1, 3)
+    expected = ["prepare", "forward"] * 3 if pp == 1 else ["prepare"] * 3 + ["forward"] * 3
+    assert ranks.run(case_turns, pp, path, pp, micro_batches) == [expected] * pp
 
 
 def test_micro_batch_without_loss_tokens_changes_nothing(ranks, tmp_path):

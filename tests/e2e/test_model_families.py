@@ -88,7 +88,7 @@ def logits_of(trainer, micro_batches):
         return in_row(micro, *trainer._on_all_context_ranks(micro, whole))
 
     with trainer.runtime.mode():
-        rows = trainer._run(trainer._prepare(micro_batches, predicted_rows), result, forward_only=True)
+        rows = trainer._run(micro_batches, predicted_rows, result, forward_only=True)
     return torch.cat(rows) if trainer.coordinates.returns_logprobs else None
 
 
