@@ -267,13 +267,18 @@ class Service(Books):
 
     async def expire(self) -> None:
         """Deletes what is over its time. A call of the journal like any other, so that what was loaded before is loaded
-        again after a kill; weights without a name just go."""
+        again after a kill; weights without a name just go. Files of a model that cannot be read are in the log, and
+        hold up no other's."""
         for model, held in list(self._models.items()):
-            await self.checkpoints.remove_unnamed(model, held.saves[SAMPLERS])
-            if model in self._models:
-                for path in self.checkpoints.expired(model, held.saves):
-                    with suppress(Refused):  # it has gone, or will when there is room for the journal's line
-                        await self._delete(held.client, path)
+            try:
+                await self.checkpoints.remove_unnamed(model, held.saves[SAMPLERS])
+                expired = self.checkpoints.expired(model, held.saves) if model in self._models else []
+            except OSError as error:
+                logger.warning("checkpoints of %s, to see whether their time is over: %s", model, error)
+                continue
+            for path in expired:
+                with suppress(Refused):  # it has gone, or will when there is room for the journal's line
+                    await self._delete(held.client, path)
 
     async def _delete(self, client: str, path: CheckpointPath) -> None:
         body = {"kind": path.kind, "name": path.name}

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -255,11 +256,13 @@ def _by_engine(trainer: MegatronTrainer, tokens: Sequence[int], directory: Path)
     request = {"tokens": list(tokens), "options": options}
     (directory / "request.json").write_text(json.dumps(request) + "\n")
     log = directory / "vllm.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
             [sys.executable, "-m", "rltool.weights.verify.layers", str(directory)], env={**os.environ, **own},
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        ) as process,
+    ):  # fmt: skip
         try:
             code = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -267,7 +270,6 @@ def _by_engine(trainer: MegatronTrainer, tokens: Sequence[int], directory: Path)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
     if code != 0:
         raise LayerUnknown(f"vLLM ended with exit code {code} (log: {log}): {' '.join(excerpt(log, LOG_LINES))}")
     return json.loads((directory / "vllm.json").read_text())
@@ -291,5 +293,13 @@ def main(directory: Path) -> None:
     (directory / "vllm.json").write_text(json.dumps(output.prompt_logprobs[-1][tokens[-1]].logprob))
 
 
+def end_with_parent() -> None:
+    """A rank that is killed leaves no vLLM behind: the kernel closes its end of this stdin."""
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
     main(Path(sys.argv[1]))

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
+from rltool.agents import harbor_root
 from rltool.agents.harbor_env import HarborEnv, reward_of_trial
 from rltool.agents.outcome import AgentFailed
 from rltool.agents.recorded import samples_of
@@ -64,6 +71,170 @@ def test_without_the_package_its_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "harbor", None)
     with pytest.raises(UsageError, match=r"pip install rltool\[harbor\]"):
         HarborEnv({"path": "tasks"}, {})
+
+
+def test_settings_that_harbor_refuses_are_not_repeated_for_they_may_hold_keys(monkeypatch):
+    class TrialConfig:
+        model_fields = ("agent",)
+
+        @staticmethod
+        def model_validate(settings: Any) -> None:
+            raise ValueError("n_concurrent: must be positive")
+
+    stand_in(monkeypatch, "agents.factory", AgentFactory=None)
+    stand_in(monkeypatch, "environments.factory", EnvironmentFactory=None)
+    stand_in(monkeypatch, "models.job.config", DatasetConfig=SimpleNamespace(model_validate=dict))
+    stand_in(monkeypatch, "models.trial.config", TrialConfig=TrialConfig)
+    with pytest.raises(UsageError, match="Harbor refuses its settings: ValueError: n_concurrent") as refused:
+        HarborEnv({"path": "."}, {"agent": {"n_concurrent": 0, "env": {"OTHER_KEY": "sk-1234"}}})
+    assert "sk-1234" not in str(refused.value)
+
+
+# -- its local environment, with a stand-in for the package
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
+    monkeypatch.setitem(sys.modules, f"harbor.{name}", SimpleNamespace(**contents))
+
+
+class Base:
+    """Of BaseEnvironment what LocalEnvironment asks of it."""
+
+    environment_dir = Path("/nowhere")
+    task_env_config = SimpleNamespace(workdir="/app")
+    options_model: Any
+
+    @property
+    def options(self) -> Any:
+        return self.options_model()
+
+    def _mount_targets(self) -> list[str]:
+        return ["/logs"]
+
+    async def _upload_environment_dir_after_start(self) -> None:
+        pass
+
+
+class BuildFailed(Exception):
+    pass
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    def extract_dir(archive: Any, target: Path) -> list[str]:
+        with tarfile.open(fileobj=archive) as opened:
+            opened.extractall(target, filter="data")
+        return []
+
+    def plan(base_image: str) -> Any:
+        return SimpleNamespace(steps=(), env={}, workdir="/")
+
+    base = {"BaseEnvironment": Base, "ExecResult": None, "SandboxBuildFailedError": BuildFailed}
+    stand_in(monkeypatch, "environments.base", **base)
+    stand_in(monkeypatch, "environments.options", EnvironmentOptions=BaseModel)
+    replay = {"CopyStep": object, "ReplayPlan": plan, "Step": None, "plan_from_dockerfile": None}
+    stand_in(monkeypatch, "environments.snowflake.dockerfile_replay", **replay)
+    stand_in(monkeypatch, "environments.tar_transfer", extract_dir=extract_dir, pack_dir=None)
+    name = "rltool.agents.harbor_local"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(name)
+    sys.modules.pop(name)
+
+
+def unconfined(monkeypatch: pytest.MonkeyPatch, local: Any, ran: list[Any]) -> Any:
+    """A LocalEnvironment whose programs run as they are."""
+
+    async def run(self: Any, words: Any, output: Any, errors: Any, **_: Any) -> int:
+        ran.append(words)
+        return await asyncio.to_thread(subprocess.call, words, stdout=output, stderr=errors)
+
+    monkeypatch.setattr(local.LocalEnvironment, "_run", run)
+    return local.LocalEnvironment()
+
+
+@pytest.mark.parametrize("lines", ["4242 +", "+ 4242", "4242 -no_namespaces", "-no_namespaces", "4242", "+"])
+def test_the_first_process_of_a_root_may_say_its_two_lines_in_any_order(local, monkeypatch, tmp_path, lines):
+    first, ran = tmp_path / "first", []
+    first.write_text(f"#!/bin/sh\nprintf '%s\\n' {lines}\n" + ("cat\n" if len(lines.split()) == 2 else ""))
+    first.chmod(0o700)
+    environment = unconfined(monkeypatch, local, ran)
+    environment._mount_targets = lambda: [str(tmp_path / "logs")]
+    environment.task_env_config = SimpleNamespace(workdir=str(tmp_path / "app"))
+
+    async def start() -> Any:
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "executable", str(first))
+            try:
+                await environment.start(force_build=False)
+                return environment._init
+            finally:
+                await environment.stop(delete=True)
+
+    if "+" in lines and "4242" in lines:
+        assert asyncio.run(start()) == 4242 and ran[0][0] == "mkdir"
+        return
+    why = "no_namespaces" if "-" in lines else "its first process ended"
+    with pytest.raises(BuildFailed, match=f"{why}: LocalEnvironment needs Linux namespaces"):
+        asyncio.run(start())
+    assert ran == []
+
+
+def test_what_is_to_be_shared_and_is_no_directory_is_refused_before_anything_is_mounted(monkeypatch, tmp_path):
+    def mount(*_: Any, **__: Any) -> None:
+        raise AssertionError("a mount in the process of the tests")
+
+    monkeypatch.setattr(harbor_root, "mount", mount)
+    with pytest.raises(FileNotFoundError, match="no-such"):
+        harbor_root.build(str(tmp_path), [str(tmp_path), str(tmp_path / "no-such")])
+    with pytest.raises(AssertionError, match="a mount"):
+        harbor_root.build(str(tmp_path), [str(tmp_path)])
+
+
+def test_directories_that_a_program_made_read_only_go_with_the_trial(local):
+    with as_nobody(), tempfile.TemporaryDirectory() as outside:
+        os.chmod(outside, 0o500)
+        root = Path(tempfile.mkdtemp())
+        module = root / "go/pkg/mod/a@v1"
+        module.mkdir(parents=True)
+        (module / "a.go").touch()
+        (root / "out").symlink_to(outside)
+        for path in (module, *list(module.parents)[:3], root):
+            path.chmod(0o500)
+        local._remove(root)
+        assert not root.exists() and Path(outside).stat().st_mode & 0o777 == 0o500
+        os.chmod(outside, 0o700)
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    """Root removes what is read-only."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_logs_that_grow_while_they_are_fetched_are_fetched(local, monkeypatch, tmp_path, code):
+    """GNU tar ends with 1 where a file changed as it read it."""
+    source, target, programs = (tmp_path / name for name in ("source", "target", "programs"))
+    for directory in (source, target, programs):
+        directory.mkdir()
+    (source / "a.log").write_text("line")
+    (programs / "tar").write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin tar "$@"\nexit {code}\n')
+    (programs / "tar").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    fetching = unconfined(monkeypatch, local, []).download_dir(str(source), target)
+    if code == 2:
+        with pytest.raises(RuntimeError, match="tar -c"):
+            asyncio.run(fetching)
+    else:
+        asyncio.run(fetching)
+        assert (target / "a.log").read_text() == "line"
 
 
 # -- the package itself

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import copy
 import json
 import os
 import subprocess
 import sys
 import uuid
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 
+from rltool.agents import nemo_gym_env
 from rltool.agents.nemo_gym_env import NemoGymEnv
+from rltool.agents.outcome import AgentFailed
 from rltool.agents.recorded import samples_of
+from rltool.agents.task import AgentTask
 from rltool.errors import UsageError
 from rltool.processes.marks import kill_marked
 from rltool.rollout.sample import Sample
@@ -36,6 +44,139 @@ def test_without_the_package_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "nemo_gym", None)
     with pytest.raises(UsageError, match=r"pip install rltool\[nemo-gym\]"):
         NemoGymEnv(["resources_servers/mcqa/configs/mcqa.yaml"])
+
+
+# -- with a stand-in for the package
+
+
+class Config(dict[str, Any]):
+    """omegaconf's, as far as it is asked."""
+
+    def copy(self) -> Config:
+        return copy.deepcopy(self)
+
+
+@pytest.fixture
+def env(monkeypatch: pytest.MonkeyPatch) -> NemoGymEnv:
+    """One agent server, and two of resources."""
+    resources = {name: {"resources_servers": {name: {"entrypoint": "app.py"}}} for name in ("one", "two")}
+    agent = {"agent": {"responses_api_agents": {"simple": {"entrypoint": "app.py"}}}}
+
+    def take(config: Any) -> None:
+        taken.update(config | agent | resources)
+
+    taken = Config()
+    omegaconf = SimpleNamespace(create=Config, to_container=lambda settings, resolve: dict(settings))
+    modules: dict[str, dict[str, Any]] = {
+        "omegaconf": {"OmegaConf": omegaconf, "open_dict": contextlib.nullcontext},
+        "nemo_gym.global_config": {
+            "GlobalConfigDictParserConfig": lambda initial_global_config_dict, **_: initial_global_config_dict,
+            "get_global_config_dict": lambda: taken, "set_global_config_dict": take,
+        },
+        "nemo_gym.config_types": {"BaseServerConfig": SimpleNamespace},
+        "nemo_gym.server_utils": {"ServerClient": SimpleNamespace},
+    }  # fmt: skip
+    for name, contents in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**contents))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return NemoGymEnv(["any.yaml"])
+
+
+TASK = AgentTask("http://gateway", "http://gateway", "key", "policy", {"metadata": {"task": {"a": 1}}}, 600, 5)
+
+
+def answering(monkeypatch: pytest.MonkeyPatch, *statuses: int) -> list[str]:
+    """Agent servers answer with these; where they were asked."""
+    asked: list[str] = []
+
+    async def read() -> bytes:
+        return b'{"reward": 0.5}'
+
+    async def post(url: str, json: Any) -> Any:
+        asked.append(url)
+        status = statuses[len(asked) - 1]
+        return SimpleNamespace(status=status, ok=status == 200, read=read)
+
+    async def request(method: str, url: str, json: Any) -> Any:
+        while not (reply := await post(url, json)).ok:  # as Gym's asks again
+            pass
+        return reply
+
+    utils = sys.modules["nemo_gym.server_utils"]
+    monkeypatch.setattr(utils, "get_global_aiohttp_client", lambda: SimpleNamespace(post=post), raising=False)
+    monkeypatch.setattr(utils, "request", request, raising=False)
+    return asked
+
+
+def test_an_episode_that_a_server_fails_is_asked_for_once(env, monkeypatch):
+    @contextlib.asynccontextmanager
+    async def serving(name: str, _: Any) -> AsyncIterator[str]:
+        yield f"http://{name}"
+
+    monkeypatch.setattr(env, "_serving", serving)
+    asked = answering(monkeypatch, 500, 200)
+    with pytest.raises(AgentFailed, match="agent: 500"):
+        asyncio.run(env.run(TASK))
+    assert asked == ["http://agent/run"], "a second one would play in the same session"
+
+
+def test_after_a_failed_start_the_shared_servers_are_started_again_all_of_them_once(env, monkeypatch):
+    events: list[str] = []
+
+    @contextlib.asynccontextmanager
+    async def serving(name: str, _: Any) -> AsyncIterator[str]:
+        events.append(name)
+        if events == ["one", "two"]:
+            raise AgentFailed("two did not start")
+        try:
+            yield f"http://{name}"
+        finally:
+            events.append(f"end of {name}")
+
+    monkeypatch.setattr(env, "_serving", serving)
+    answering(monkeypatch, 200, 200)
+
+    async def play() -> list[float]:
+        with pytest.raises(AgentFailed, match="two did not start"):
+            await env.run(TASK)
+        assert events == ["one", "two", "end of one"]
+        return [await env.run(TASK) for _ in range(2)]
+
+    assert asyncio.run(play()) == [0.5, 0.5]
+    shared = [event for event in events if "agent" not in event and "policy" not in event]
+    assert shared[:5] == ["one", "two", "end of one", "one", "two"] and not {"one", "two"} & {*shared[5:]}
+
+
+def test_a_server_that_does_not_start_in_time_holds_nobody_up(env, monkeypatch):
+    class Hangs:
+        model_fields: ClassVar[Any] = {"config": SimpleNamespace(annotation=SimpleNamespace(model_validate=dict))}
+
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def setup_webserver(self) -> Any:
+            async def app(scope: Any, receive: Any, send: Any) -> None:
+                await asyncio.Event().wait()
+
+            return app
+
+        def setup_exception_middleware(self, app: Any) -> None:
+            pass
+
+    monkeypatch.setattr(nemo_gym_env, "START_SECONDS", 0.2)
+    monkeypatch.setattr(nemo_gym_env, "server_class_of", lambda *_: Hangs)
+
+    async def start() -> None:
+        async with asyncio.timeout(30) as all_of_it:
+            with pytest.raises(TimeoutError):
+                async with env._serving("one", env._config):
+                    pass
+        assert not all_of_it.expired()
+
+    asyncio.run(start())
+
+
+# -- the package itself
 
 
 def call(name: str, **arguments: Any) -> str:

@@ -87,8 +87,9 @@ def test_a_row_of_another_data_set_is_a_failure_that_says_so(gateway, stand_in):
     ],
 )
 def test_settings_that_cannot_be_trained_are_refused(stand_in, settings, said):
-    with pytest.raises(UsageError, match=said):
-        VerifiersEnv(settings)
+    with pytest.raises(UsageError, match=said) as refused:
+        VerifiersEnv({**settings, "client": {"headers": "sk-1234"}})
+    assert "sk-1234" not in str(refused.value), "settings may hold keys"
 
 
 def test_without_the_package_its_extra_is_named(monkeypatch):

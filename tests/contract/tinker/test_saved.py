@@ -143,6 +143,29 @@ def test_a_checkpoint_goes_when_its_time_is_over_and_one_whose_time_was_taken_aw
     assert kinds.isdisjoint({("delete_checkpoint", None), ("checkpoint_ttl", None)})
 
 
+def test_files_of_a_model_that_cannot_be_read_hold_up_no_other_s(tmp_path, monkeypatch, caplog):
+    async def case(service: Service) -> None:
+        first, second = [await model_of(service, "a") for _ in range(2)]
+        for model in (first, second):
+            await save(service, model, 1, "brief", ttl_seconds=3600)
+        now, of = service_module.time.time(), service.checkpoints.of
+
+        def read(model: str, kinds: Any) -> Any:
+            if model == first:
+                raise OSError(5, "Input/output error", "there")
+            return of(model, kinds)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(service_module.time, "time", lambda: now + 3700)
+            patched.setattr(service.checkpoints, "of", read)
+            await service.expire()
+        assert [set(names(service, model)) for model in (first, second)] == [{"brief"}, set()]
+        assert f"checkpoints of {first}, to see whether" in caplog.text and "Input/output error: 'there'" in caplog.text
+
+    service, _ = make(tmp_path)
+    asyncio.run(running_on(service, case(service)))
+
+
 @pytest.mark.parametrize("ahead", [-7200, 7200])
 def test_a_checkpoint_lives_as_long_as_it_says_on_a_disk_whose_clock_differs_by_hours(tmp_path, monkeypatch, ahead):
     save_here = PlainTrainer.save

@@ -3,6 +3,15 @@ tests/e2e/test_megatron_trainer.py and tests/gpu/test_exact.py."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 
@@ -131,3 +140,57 @@ def test_one_bit_anywhere_in_a_vector_changes_its_number_and_the_sign_of_zero_do
 )
 def test_what_was_found_is_said(found, said):
     assert said in verdict(found, -1.0)
+
+
+RANK = """
+import pathlib, torch, types
+from rltool.weights.verify import layers
+trainer = types.SimpleNamespace(runtime=types.SimpleNamespace(device=torch.device("cpu")), dtype=torch.float32)
+print(layers._by_engine(trainer, [1, 2], pathlib.Path(".")), flush=True)
+"""
+VLLM = """
+import os, pathlib, time, types
+SamplingParams = TokensPrompt = lambda *given, **named: None
+class LLM:
+    def __init__(self, *given, **named):
+        pathlib.Path("new").write_text(str(os.getpid()))
+        pathlib.Path("new").rename("pid")
+        time.sleep(600 * pathlib.Path("hangs").exists())
+    def apply_model(self, function):
+        model = types.SimpleNamespace(named_modules=dict, model=types.SimpleNamespace(layers=[]))
+        return [function(model)]
+    def generate(self, *given, **named):
+        return [types.SimpleNamespace(prompt_logprobs=[None, {2: types.SimpleNamespace(logprob=-0.5)}])]
+"""
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_vllm_ends_with_a_rank_that_is_killed_and_with_no_other(tmp_path, is_killed):
+    (tmp_path / "vllm.py").write_text(VLLM)
+    if is_killed:
+        (tmp_path / "hangs").touch()
+    root = str(Path(__file__).resolve().parents[4])
+    rank = subprocess.Popen(
+        [sys.executable, "-c", RANK], cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, stdout=subprocess.PIPE
+    )
+    try:
+        if not is_killed:
+            assert rank.communicate(timeout=120)[0].split() == [b"-0.5"]
+            return
+        wait_until((tmp_path / "pid").exists)
+    finally:
+        rank.kill()
+        rank.wait()
+    vllm = int((tmp_path / "pid").read_text())
+    try:
+        wait_until(lambda: not psutil.pid_exists(vllm) or psutil.Process(vllm).status() == psutil.STATUS_ZOMBIE)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(vllm, signal.SIGKILL)
+
+
+def wait_until(holds) -> None:
+    deadline = time.monotonic() + 120
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
