@@ -10,6 +10,8 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -92,12 +94,16 @@ def _vllm_rows(url: str, size: str, rounds: int) -> None:
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     from vllm.utils.network_utils import get_open_port
 
-    class Source(WeightSource):
-        def metadata(self) -> list[ParamMeta]:
-            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
+    def metadata(_: WeightSource) -> list[ParamMeta]:
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights.items()]
 
-        def __iter__(self):
-            return iter(weights.items())
+    def tensors(_: WeightSource) -> Iterator[tuple[str, torch.Tensor]]:
+        return iter(weights.items())
+
+    own: dict[str, Any] = {"metadata": metadata, "__iter__": tensors}
+    if hasattr(WeightSource, "iter_full"):  # since 0.33
+        own = {"metadata": cached_property(metadata), "iter_full": tensors}
+    source = type("Source", (WeightSource,), own)()
 
     def post(path: str) -> None:
         urlopen(Request(url + path, data=b"", method="POST"), timeout=SECONDS).read()
@@ -109,7 +115,7 @@ def _vllm_rows(url: str, size: str, rounds: int) -> None:
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
     client = HTTPVLLMWeightSyncClient(url)
     info = NCCLTrainerInitInfo(master_address="127.0.0.1", master_port=get_open_port(), world_size=2, rank=0)
-    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=Source())
+    trainer = WeightTransferTrainerFactory.trainer_init(info, client=client, source=source)
     rows = []
     for _ in range(rounds):
         started = time.perf_counter()

@@ -241,6 +241,19 @@ def test_an_engine_that_does_not_compute_exactly_is_refused(configure, fake_vllm
                 check_fleet(fleet, config, "cuda")
 
 
+def test_an_engine_whose_kernels_were_not_compared_does_not_serve_algorithm_exact_unless_allowed(configure, fake_vllm):
+    fake_vllm.exact, fake_vllm.engine_version = True, "0.33.0"
+    for sets, refused in ((("algorithm.exact=true",), True), (("algorithm.exact=true", "engines.newer_versions=true"),
+                          False), ((), False)):  # fmt: skip
+        config = configure(fake_vllm.url, sets=(*sets, 'model.dtype="bfloat16"'))
+        fleet = probe_fleet(resolve_endpoints(config), timeout=60.0)
+        if refused:
+            with pytest.raises(UsageError, match=r"vLLM 0\.33\.0, and algorithm\.exact was compared with vLLM 0\.32"):
+                check_fleet(fleet, config, "cuda")
+        else:
+            check_fleet(fleet, config, "cuda")
+
+
 def test_an_engine_that_cannot_tell_what_top_k_left_is_refused(configure, fake_vllm, sglang):
     for top_k, refused in (("12", False), ("13", True)):
         config = configure(fake_vllm.url, sets=(f"sampling.top_k={top_k}", "sampling.top_p=0.9"))

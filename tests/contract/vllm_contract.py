@@ -14,6 +14,7 @@ from itertools import accumulate
 import pytest
 
 from rltool.engines.client import EngineClient
+from rltool.engines.dialects.supported import refusal
 from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.lease import ask_lease
@@ -194,7 +195,7 @@ async def requests_that_cannot_work_are_rejected_with_the_reason(client: EngineC
 
 async def a_probe_finds_what_the_engine_is(client: EngineClient, engine: EngineEndpoint) -> None:
     info = await client.probe(engine.model_copy(update={"dialect": None}))
-    assert (info.dialect, info.engine_version, info.model_id) == ("vllm", "0.32.0", "policy")
+    assert (info.dialect, info.model_id) == ("vllm", "policy") and refusal("vllm", info.engine_version) is None
     assert (info.world_size, info.vocab_size, info.dtype, info.max_model_len) == (1, 120, "float32", 256)
     assert (info.weight_backend, info.plugin, info.paused) == ("rltool", True, False)
     assert info.boot_id == engine.boot_id
@@ -228,6 +229,21 @@ async def a_sleeping_engine_holds_requests_back_until_its_cache_is_awake(
         await client.wake(engine, timeout=SECONDS)
     assert [sample.finish_reason for sample in await held_back] == ["length"]
     assert (await client.probe(engine)).paused is False
+
+
+async def an_aborting_pause_ends_what_runs_and_has_what_comes_wait(
+    client: EngineClient, engine: EngineEndpoint
+) -> None:
+    """vLLM 0.33 by itself refuses what comes (503), and a router would take the engine out."""
+    (ended,) = await at_work(client, engine, request(n=70, sampling=LONG))
+    await client.run(engine, DIALECT.pause("abort"), timeout=SECONDS)
+    try:
+        assert "abort" in [sample.finish_reason for sample in await ended]
+        (waits,) = await at_work(client, engine, request())
+        assert (await client.probe(engine)).paused is True and not waits.done()
+    finally:
+        await client.run(engine, DIALECT.resume(), timeout=SECONDS)
+    assert [sample.finish_reason for sample in await waits] == ["length"]
 
 
 async def a_sleep_of_level_0_keeps_requests_until_the_scheduler_is_woken(
@@ -447,6 +463,7 @@ CONTRACT = [
     a_pause_is_seen_by_a_probe_and_ends_with_resume,
     a_sleeping_engine_holds_requests_back_until_its_cache_is_awake,
     a_sleep_of_level_0_keeps_requests_until_the_scheduler_is_woken,
+    an_aborting_pause_ends_what_runs_and_has_what_comes_wait,
     an_abort_ends_our_own_requests_alone,
     an_aborted_sample_has_its_tokens_so_far,
     aborting_what_is_not_there_changes_nothing,

@@ -41,8 +41,11 @@ def weight_transfer():
 def consume(monkeypatch, weight_transfer):
     from vllm.distributed.weight_transfer import packed_tensor
 
-    stream = SimpleNamespace(synchronize=lambda: None)
+    stream = SimpleNamespace(synchronize=lambda: None, wait_event=lambda event: None)
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda device, count: (stream,) * count)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)  # this and the next two: since 0.33
+    monkeypatch.setattr(torch, "Event", lambda: SimpleNamespace(record=lambda stream: None))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     return packed_tensor.packed_nccl_broadcast_consumer

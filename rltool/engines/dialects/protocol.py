@@ -81,7 +81,8 @@ class Feature(StrEnum):
 @dataclass(frozen=True)
 class Versions:
     """Which versions of an engine rltool works with. oldest and newest are inclusive, and what follows the newest
-    (0.32.1, 0.5.23.post1) belongs to it. since: the first version with a feature; one that is not named is in none.
+    (0.33.1, 0.5.23.post1) belongs to it. since: the first version with a feature; one that is not named is in none.
+    exact: the newest that algorithm.exact was compared with; None: it was with none.
 
     What a server shows by itself (a route that is not there answers 404) is probed, and does not stand here.
     """
@@ -89,6 +90,7 @@ class Versions:
     oldest: Version
     newest: Version
     since: Mapping[Feature, Version] = field(default_factory=dict[Feature, Version])
+    exact: Version | None = None
 
 
 Pairing = Literal["in_turn", "side_by_side"]

@@ -1,7 +1,7 @@
 """Which versions of an engine rltool works with, and what differs between them, by the `versions` of its dialect. Pure.
 
 Those were read in the sources of the released packages; vLLM 0.32 and SGLang 0.5.23 are the ones that the tests run for
-real.
+real. Of vLLM 0.33 the Python part was run once, on a CPU with the compiled kernels of 0.32; its GPU kernels never were.
 """
 
 from __future__ import annotations
@@ -42,6 +42,17 @@ def refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
     if (found is None or found[: len(newest)] > newest) and not newer:
         return f"is {name} {version}, and {known}; engines.newer_versions = true tries it all the same"
     return None
+
+
+def exact_refusal(kind: str, version: str, *, newer: bool = False) -> str | None:
+    """Why algorithm.exact does not go with this version, None if it does. newer: all are taken."""
+    name, compared, found = dialect(kind).label, dialect(kind).versions.exact, parse(version)
+    if newer or compared is None or (found is not None and found[: len(compared)] <= compared):
+        return None
+    return (
+        f"is {name} {version}, and algorithm.exact was compared with {name} {_text(compared)}: install that, or try it "
+        "with engines.newer_versions = true (the first log-probability that differs ends the run)"
+    )
 
 
 def plugin_refusal(protocol: int | None) -> str | None:

@@ -1,4 +1,4 @@
-"""The vLLM dialect (0.32): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement
+"""The vLLM dialect (0.32, 0.33): token ids in and out over /inference/v1/generate, and vLLM's routes for reinforcement
 learning.
 
 Sources: vllm/entrypoints/scale_out/token_in_token_out, vllm/entrypoints/rl/online. The command line is in
@@ -71,8 +71,9 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
     name = "vllm"
     label = "vLLM"
     versions = Versions(
-        oldest=(0, 29), newest=(0, 32), since={Feature.VERSION_SPANS: (0, 32), Feature.VERSION_OF_REPLY: (0, 32)}
-    )
+        oldest=(0, 29), newest=(0, 33), exact=(0, 32),
+        since={Feature.VERSION_SPANS: (0, 32), Feature.VERSION_OF_REPLY: (0, 32)},
+    )  # fmt: skip
     detected_by = ("/version", "version")
     with_plugin = "rltool.engines.dialects.vllm_arrays:ArrayVllmDialect"
     pairing = "in_turn"

@@ -89,10 +89,11 @@ class ArrayServing(ServingTokens):
         request_id: str,
         model_name: str,
         request_metadata: Any,
+        **further: Any,  # derender_request since 0.33: None, but for output_mode = "derender"
     ) -> Any:
         if not _wanted.get():
             return await super().serve_tokens_full_generator(
-                request, result_generator, request_id, model_name, request_metadata
+                request, result_generator, request_id, model_name, request_metadata, **further
             )
         final = None
         async for result in result_generator:

@@ -195,9 +195,9 @@ def hold_outputs(environment: Mapping[str, str] = os.environ) -> None:
             send(core, client, outputs)
         set_version(core, weight_version)
 
-    def send_finish_outputs(core: Any, req_ids: list[str], client_index: int, finish_reason: Any) -> None:
+    def send_finish_outputs(core: Any, req_ids: list[str], client_index: int, *how: Any) -> None:
         send(core, client_index, holder(core).release(req_ids))
-        finish(core, req_ids, client_index, finish_reason)
+        finish(core, req_ids, client_index, *how)  # a reason, and an error since 0.33
 
     def abort_requests(core: Any, request_ids: list[str]) -> Any:
         holder(core).drop(request_ids)  # the front end has answered already, with what it had

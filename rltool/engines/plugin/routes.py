@@ -4,7 +4,7 @@ them in front of vLLM's application.
 PREFETCH_PATH: every worker gets a version of the weights while the engine generates, from a store of deltas or from the
 trainer. Answered when all have it.
 
-PAUSE_PATH with mode=keep, UPDATE_PATH (that and an update) and FINISH_PATH (what makes it the engine's weights, with
+PAUSE_PATH, UPDATE_PATH (that and an update) and FINISH_PATH (what makes it the engine's weights, with
 the end of the pause): asked one by one these are six requests and nine calls of the engine core, 17 ms of a weight sync
 whose bytes take 42 ms (two H200, a model of 7B). They are two because the trainer decides: what it aborted half-way it
 completes with other bytes (rltool.weights.transports.nccl_sender), and then does not let the engine finish.
@@ -78,23 +78,28 @@ def _parse_prefetch(body: Any) -> tuple[str, float, str | dict[str, Any]]:
     raise ValueError("either 'store' must be a non-empty text, or 'announced' an object")
 
 
-def keeps_requests(query: bytes) -> bool:
-    """Whether a query string asks for this kind of pause, and nothing else."""
-    return parse_qs(query.decode("latin-1")) == {"mode": ["keep"]}
+def pause_mode(query: bytes) -> str | None:
+    """That a query string asks for, where it asks for nothing else."""
+    asked = parse_qs(query.decode("latin-1"))
+    return asked["mode"][0] if asked.keys() == {"mode"} and asked["mode"] in (["keep"], ["abort"], ["wait"]) else None
 
 
-async def pause(engine_client: Any) -> bool:
-    """What the route does, less a sleep; False, and nothing is done, where this vLLM does it in another way.
+async def pause(engine_client: Any, mode: str = "keep") -> bool:
+    """What the route of 0.32 does, less a sleep; False, and nothing is done, where this vLLM does it in another way.
 
     AsyncLLM.pause_generation (v1/engine/async_llm.py of 0.32) sleeps for 0.02 s at its end, so that the last outputs of
     requests that it has ended are on their way before it returns; nothing depends on that, and a pause with mode=keep
-    ends none. Of a weight sync from GPU to GPU it would be half."""
+    ends none. Of a weight sync from GPU to GPU it would be half. That of 0.33 has the core refuse new requests (503)
+    for the other modes: a router would take the engine out. Here they wait, as in 0.32."""
+    core = getattr(engine_client, "engine_core", None)
     forget_media = getattr(getattr(engine_client, "renderer", None), "clear_mm_cache_async", None)
-    pause_scheduler = getattr(getattr(engine_client, "engine_core", None), "pause_scheduler_async", None)
+    pause_scheduler = getattr(core, "pause_scheduler_async", None)
     if forget_media is None or pause_scheduler is None:
         return False
+    if mode != "keep" and not hasattr(core, "pause_generation_async"):
+        return False
     await forget_media()
-    await pause_scheduler(mode="keep", clear_cache=True)
+    await pause_scheduler(mode=mode, clear_cache=True)
     return True
 
 

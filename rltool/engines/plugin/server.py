@@ -33,8 +33,8 @@ from rltool.engines.plugin.routes import (
     UPDATE_PATH,
     finish_update,
     forget_aborted_parents,
-    keeps_requests,
     pause,
+    pause_mode,
     prefetch,
     update_weights,
 )
@@ -209,8 +209,8 @@ class ServerMiddleware:
             hear_all_workers(scope["app"].state.engine_client)
         if path in ENDS_UNFINISHED_UPDATE:
             await self._end_unfinished_update(scope["app"].state)
-        keeps = path == PAUSE_PATH and keeps_requests(scope.get("query_string", b""))
-        if keeps and (reply := await self._pause(scope["app"].state)) is not None:
+        mode = pause_mode(scope.get("query_string", b"")) if path == PAUSE_PATH else None
+        if mode is not None and (reply := await self._pause(scope["app"].state, mode)) is not None:
             await reply(scope, receive, send)
             return
         if path not in MAY_FAIL_HALFWAY:
@@ -230,9 +230,9 @@ class ServerMiddleware:
 
         await self._app(scope, receive, watching_send)
 
-    async def _pause(self, state: Any) -> Response | None:
+    async def _pause(self, state: Any, mode: str) -> Response | None:
         try:
-            paused = await pause(state.engine_client)
+            paused = await pause(state.engine_client, mode)
         except Exception as error:
             logger.exception("the pause failed")
             return Reply(500, {"error": f"Failed to pause generation: {error}"})

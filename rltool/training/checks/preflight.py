@@ -327,6 +327,9 @@ def engine_problems(
             "does not compute as algorithm.exact needs: start it with `rltool serve-engines --exact`"
             + (", and this release" if info.exact is None else "")
         )
+    elif trainer_device is not None and config.algorithm.exact:
+        inexact = supported.exact_refusal(info.dialect, info.engine_version, newer=config.engines.newer_versions)
+        problems += [inexact] if inexact else []
     if trainer_device is not None:
         problems.extend(_weight_problems(engine, info, config, trainer_device))
     return problems

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rltool.engines.dialects.protocol import Feature
-from rltool.engines.dialects.supported import has, newest, parse, pause_mode, refusal, training_refusal
+from rltool.engines.dialects.supported import exact_refusal, has, newest, parse, pause_mode, refusal, training_refusal
 from rltool.engines.dialects.table import dialect
 
 
@@ -44,7 +44,7 @@ def test_an_older_version_is_refused_whatever_is_allowed(kind, version):
 
 
 @pytest.mark.parametrize(
-    ("kind", "version"), [("vllm", "0.33.0"), ("sglang", "0.5.24"), ("sglang", "0.6.0"), ("vllm", "dev")]
+    ("kind", "version"), [("vllm", "0.34.0"), ("sglang", "0.5.24"), ("sglang", "0.6.0"), ("vllm", "dev")]
 )
 def test_a_newer_version_is_refused_by_name_unless_allowed(kind, version):
     why = refusal(kind, version)
@@ -56,6 +56,7 @@ def test_a_newer_version_is_refused_by_name_unless_allowed(kind, version):
     ("kind", "version", "mode", "message"),
     [
         ("vllm", "0.32.0", "keep", None),
+        ("vllm", "0.33.0+cpu", "keep", None),
         ("vllm", "0.31.0", "abort", "does not report the weight version"),
         ("vllm", "0.29.0", "keep", "install vLLM 0.32"),
         ("sglang", "0.5.17", "keep", 'weights.pause_mode to "abort"'),
@@ -91,10 +92,20 @@ def test_a_version_that_cannot_be_read_has_what_new_ones_have():
     assert not has("vllm", "dev", Feature.STARTING_VERSION), "which vLLM has in no version"
 
 
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_the_extra_installs_the_newest_version_that_is_known(kind):
+@pytest.mark.parametrize(
+    ("version", "newer", "refused"),
+    [("0.32.1", False, False), ("0.33.0", False, True), ("dev", False, True), ("0.33.0", True, False)],
+)
+def test_algorithm_exact_is_for_versions_that_it_was_compared_with(version, newer, refused):
+    why = exact_refusal("vllm", version, newer=newer)
+    assert f"vLLM {version}" in why and "compared with vLLM 0.32" in why if refused else why is None
+
+
+@pytest.mark.parametrize(("kind", "tested"), [("vllm", "0.32"), ("sglang", "0.5.23")])
+def test_the_extra_installs_the_version_that_is_tested(kind, tested):
     """`uv pip install '.[vllm]'` of the README. Unbounded it brings a release that rltool does not know."""
     project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
     (bound,) = project["optional-dependencies"][kind]
-    *before, last = newest(kind).split(".")
-    assert bound == f"{kind}>={newest(kind)},<{'.'.join([*before, str(int(last) + 1)])}"
+    *before, last = tested.split(".")
+    assert bound == f"{kind}>={tested},<{'.'.join([*before, str(int(last) + 1)])}"
+    assert parse(tested) <= parse(newest(kind)) and refusal(kind, tested) is None

@@ -1,11 +1,13 @@
 """Tokens that an engine core holds back: what the front end gets is the same, in fewer pieces."""
 
-from types import SimpleNamespace
+import sys
+from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rltool.engines.plugin.outputs import WHOLE_OR_ALONE, OutputHolder
+from rltool.engines.plugin.outputs import LIMIT_VARIABLE, WHOLE_OR_ALONE, OutputHolder, hold_outputs
 
 
 class Logprobs(tuple):
@@ -117,3 +119,45 @@ def test_what_is_held_can_be_released_by_request_by_client_or_dropped():
 def test_holding_no_tokens_is_refused():
     with pytest.raises(ValueError, match="at least 1"):
         OutputHolder(0)
+
+
+@pytest.mark.parametrize("how", [("abort",), ("error", "the engine is paused")])
+def test_what_is_held_goes_before_the_end_of_a_request_whatever_vllm_says_of_the_end(monkeypatch, how):
+    """The reason alone, or, since 0.33, an error as well."""
+
+    class Core:
+        _weight_version = "v"
+        engine_index = 0
+
+        def __init__(self):
+            self.output_queue, self.scheduler = SimpleQueue(), SimpleNamespace(requests={"a": None})
+
+        def _attach_weight_version(self, outputs): ...
+
+        def set_weight_version(self, weight_version): ...
+
+        def abort_requests(self, request_ids): ...
+
+        def _send_finish_outputs_to_client(self, req_ids, client_index, *how):
+            self.output_queue.put((client_index, how))
+
+    final = object()
+    found = {
+        "vllm.sampling_params": {"RequestOutputKind": SimpleNamespace(FINAL_ONLY=final)},
+        "vllm.v1.engine": {"EngineCoreOutputs": SimpleNamespace},
+        "vllm.v1.engine.core": {"EngineCoreProc": Core},
+    }
+    for name in ("vllm", "vllm.v1", *found):
+        module = ModuleType(name)
+        vars(module).update(found.get(name, {}))
+        monkeypatch.setitem(sys.modules, name, module)
+    hold_outputs({LIMIT_VARIABLE: "9"})
+    core = Core()
+    core.scheduler.requests["a"] = SimpleNamespace(sampling_params=SimpleNamespace(output_kind=final, stop=None))
+    message = SimpleNamespace(outputs=[output("a", 1)])
+    core._attach_weight_version({3: message})
+    assert message.outputs == []
+    core._send_finish_outputs_to_client(["a"], 3, *how)
+    client, held = core.output_queue.get_nowait()
+    assert (client, tokens_of(held.outputs)) == (3, [("a", [1], None)])
+    assert core.output_queue.get_nowait() == (3, how)

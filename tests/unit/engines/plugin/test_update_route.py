@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rltool.engines.plugin.loading import WeightUpdateError
-from rltool.engines.plugin.routes import finish_update, update_weights
+from rltool.engines.plugin.routes import finish_update, pause, pause_mode, update_weights
 from rltool.engines.plugin.worker import WeightUpdateRecovery, ask_workers, hear_all_workers
 
 INFO = {"update_info": {"names": []}}
@@ -86,6 +86,27 @@ def test_the_engine_is_paused_and_updated_and_then_named_and_its_cache_dropped(a
     engine.calls.clear()
     assert asked(finish_update, engine, VERSION) == (200, {"weight_version": "v"})
     assert engine.calls == FINISHED
+
+
+@pytest.mark.parametrize(
+    ("query", "mode"),
+    [(b"mode=keep", "keep"), (b"mode=abort", "abort"), (b"mode=wait", "wait"), (b"", None), (b"mode=no", None),
+     (b"mode=abort&mode=keep", None), (b"mode=abort&clear_cache=false", None)],
+)  # fmt: skip
+def test_a_pause_that_asks_for_more_than_a_mode_is_left_to_vllm(query, mode):
+    assert pause_mode(query) == mode
+
+
+@pytest.mark.parametrize(("mode", "refuses", "ours"), [("keep", False, True), ("keep", True, True),
+                                                      ("abort", True, True), ("wait", True, True),
+                                                      ("abort", False, False)])  # fmt: skip
+def test_requests_wait_while_an_engine_is_paused_also_where_vllm_would_refuse_them(mode, refuses, ours):
+    """refuses: as pause_generation of 0.33 has it."""
+    engine = Engine()
+    if refuses:
+        engine.engine_core.pause_generation_async = None
+    assert asyncio.run(pause(engine, mode)) == ours
+    assert engine.calls == [("pause_scheduler", mode, True)] * ours
 
 
 @pytest.mark.parametrize("body", [{"weight_version": "v"}, {"weight_version": "v", "resume": False}])
