@@ -421,7 +421,7 @@ def write_profile(
         lines = [f"{busy_seconds(recorded):.4f} s of kernels in {seconds:.4f} s", "kind\tcalls\tms\tTFLOP/s"]
         if usual is not None:
             lines[0] += f", {usual:.4f} s without the profiler"
-        starts = [event.time_range.start for event in recorded.events() if str(event.device_type).endswith("CUDA")]
+        starts = [event.time_range.start for event in gpu_events(recorded)]
         if starts:
             first = min(event.time_range.start for event in recorded.events())
             lines[0] += f"; the first after {(min(starts) - first) / 1e6:.4f} s"
@@ -436,43 +436,37 @@ def by_kind(recorded: Any, cuda: bool) -> dict[str, tuple[int, float, float]]:
     the operator's."""
     found: dict[str, tuple[int, float, float]] = {}
 
-    def add(kind: str, seconds: float, flops: float = 0.0) -> None:
-        calls, before, work = found.get(kind, (0, 0.0, 0.0))
-        found[kind] = (calls + 1, before + seconds, work + flops)
+    def add(kind: str, microseconds: float, flops: float = 0.0, calls: int = 1) -> None:
+        before = found.get(kind, (0, 0.0, 0.0))
+        found[kind] = (before[0] + calls, before[1] + microseconds / 1e6, before[2] + flops)
 
-    linked: dict[str, list[float]] = {}
+    # Kernels as they ran: what the profiler itself does meanwhile has an operator's kernels too.
+    for event in gpu_events(recorded) if cuda else recorded.events():
+        add(event.name, event.time_range.elapsed_us() if cuda else event.self_cpu_time_total)
     for event in recorded.events():
-        kernels = [(kernel.name, kernel.duration / 1e6) for kernel in event.kernels]
-        if not cuda and event.self_cpu_time_total > 0:
-            kernels = [(event.name, event.self_cpu_time_total / 1e6)]
+        if cuda:
+            kernels = [(kernel.duration, kernel.name) for kernel in event.kernels]
+        else:
+            kernels = [(event.self_cpu_time_total, event.name)]
         matrices = [shape for shape in event.input_shapes or () if len(shape) == 2]
-        for name, seconds in kernels:
-            linked.setdefault(name, []).append(seconds)
-            if event.name in ("aten::mm", "aten::addmm") and len(matrices) >= 2:
-                (rows, inner), (_, columns) = matrices[-2:] if event.name == "aten::addmm" else matrices[:2]
-                add(f"product {inner} x {columns}", seconds, 2.0 * rows * inner * columns)
-            else:
-                add(name, seconds)
-    for event in recorded.events():
-        # Kernels that no operator of torch's launched.
-        if cuda and str(event.device_type).endswith("CUDA"):
-            known = linked.get(event.name)
-            if known:
-                known.pop()
-            else:
-                add(event.name, event.time_range.elapsed_us() / 1e6)
-    return found
+        if event.name in ("aten::mm", "aten::addmm") and len(matrices) >= 2 and kernels:
+            (rows, inner), (_, columns) = matrices[-2:] if event.name == "aten::addmm" else matrices[:2]
+            took, name = max(kernels)  # the others clear memory for it
+            add(f"product {inner} x {columns}", took, 2.0 * rows * inner * columns)
+            add(name, -took, calls=-1)
+    return {kind: entry for kind, entry in found.items() if entry[0]}
+
+
+def gpu_events(recorded: Any) -> list[Any]:
+    """Kernels and copies."""
+    events = [event for event in recorded.events() if str(event.device_type).endswith("CUDA")]
+    return [event for event in events if not getattr(event, "is_user_annotation", False)]
 
 
 def busy_seconds(recorded: Any) -> float:
     """How long the GPU had at least one kernel or copy to run."""
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in recorded.events()
-        if str(event.device_type).endswith("CUDA")
-    )
     total, reached = 0.0, -math.inf
-    for start, end in spans:
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in gpu_events(recorded)):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total / 1e6

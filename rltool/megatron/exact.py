@@ -26,6 +26,7 @@ from rltool.engines.plugin.patches import BATCH_INVARIANT_VARIABLE
 from rltool.errors import UsageError
 from rltool.megatron import kernels
 from rltool.megatron.attention import flash_backward
+from rltool.megatron.family_layers import one_pass
 from rltool.megatron.layers import GatedMLP, PackedCausalAttention, RMSNorm, RotaryPositions
 from rltool.megatron.output_head import chunks, head_logprobs, weight_buffer, weight_result
 from rltool.megatron.patches.registry import replace
@@ -70,6 +71,7 @@ def replace_layers(model: GPTModel, hf_path: Path) -> None:
         if isinstance(module, PackedCausalAttention):
             module.kernel = attention
     for layer in model.decoder.layers:
+        one_pass(cast(Any, layer).self_attention, wanted=False)
         cast(Any, layer.input_layernorm).after_sum = cast(Any, layer).layer_number > 1
         for name in ("q_layernorm", "k_layernorm"):
             norm = getattr(layer.self_attention, name, None)

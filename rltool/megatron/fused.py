@@ -112,6 +112,55 @@ def _rotate(
 
 
 @jit
+def _split_and_rotate(
+    mixed, bias, turn, query, key, value, groups,
+    SHARE: tl.constexpr, HALF: tl.constexpr, BACK: tl.constexpr, BIAS: tl.constexpr, HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    column, head = tl.arange(0, WIDTH), tl.arange(0, HEADS)
+    cos = tl.load(turn + token * 2 * HALF + column, mask=column < HALF, other=0.0)[None, :]
+    sin = tl.load(turn + token * 2 * HALF + HALF + column, mask=column < HALF, other=0.0)[None, :]
+    # In the product each group has SHARE heads of queries, then one of keys and one of values.
+    group, kind = head // (SHARE + 2), head % (SHARE + 2)
+    real = (head < groups * (SHARE + 2))[:, None] & (column < HALF)[None, :]
+    of_query, of_key = real & (kind < SHARE)[:, None], real & (kind == SHARE)[:, None]
+    of_value = real & (kind == SHARE + 1)[:, None]
+    whole = head[:, None] * 2 * HALF + column[None, :]
+    at = mixed + token * groups * (SHARE + 2) * 2 * HALF + whole
+    at_query = query + ((token * groups + group) * SHARE + kind)[:, None] * 2 * HALF + column[None, :]
+    at_key = key + (token * groups + group)[:, None] * 2 * HALF + column[None, :]
+    at_value = value + (token * groups + group)[:, None] * 2 * HALF + column[None, :]
+    turned = (kind <= SHARE)[:, None]
+    if BACK:
+        first = tl.load(at_query, mask=of_query, other=0.0).to(tl.float32)
+        first += tl.load(at_key, mask=of_key, other=0.0).to(tl.float32)
+        first += tl.load(at_value, mask=of_value, other=0.0).to(tl.float32)
+        second = tl.load(at_query + HALF, mask=of_query, other=0.0).to(tl.float32)
+        second += tl.load(at_key + HALF, mask=of_key, other=0.0).to(tl.float32)
+        second += tl.load(at_value + HALF, mask=of_value, other=0.0).to(tl.float32)
+        tl.store(at, tl.where(turned, first * cos + second * sin, first).to(mixed.dtype.element_ty), mask=real)
+        tl.store(at + HALF, tl.where(turned, second * cos - first * sin, second).to(mixed.dtype.element_ty), mask=real)
+    else:
+        first = tl.load(at, mask=real, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
+        if BIAS:
+            # Rounded before it is turned, as without a kernel of its own.
+            first += tl.load(bias + whole, mask=real, other=0.0).to(tl.float32)
+            second += tl.load(bias + whole + HALF, mask=real, other=0.0).to(tl.float32)
+            first = first.to(mixed.dtype.element_ty).to(tl.float32)
+            second = second.to(mixed.dtype.element_ty).to(tl.float32)
+        one = tl.where(turned, first * cos - second * sin, first).to(mixed.dtype.element_ty)
+        other = tl.where(turned, second * cos + first * sin, second).to(mixed.dtype.element_ty)
+        tl.store(at_query, one, mask=of_query)
+        tl.store(at_query + HALF, other, mask=of_query)
+        tl.store(at_key, one, mask=of_key)
+        tl.store(at_key + HALF, other, mask=of_key)
+        tl.store(at_value, one, mask=of_value)
+        tl.store(at_value + HALF, other, mask=of_value)
+
+
+@jit
 def _swiglu_forward(
     x, scale, out, alpha, offset, limit, F: tl.constexpr, SCALED: tl.constexpr, PLAIN: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -375,6 +424,44 @@ def _turned(x: Tensor, turn: Tensor, *, back: bool) -> Tensor:
 def rotate(x: Tensor, turn: Tensor) -> Tensor:
     """x: [T, 1, heads, d]; turn: [T, 1, 1, d]."""
     return _Rotation.apply(x, turn.contiguous())
+
+
+class _SplitAndRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, bias: Tensor | None, turn: Tensor, groups: int, size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mixed, share = mixed.contiguous(), mixed.size(-1) // size // groups - 2
+        parts = [
+            torch.empty(len(mixed), 1, heads, size, dtype=mixed.dtype, device=mixed.device)
+            for heads in (groups * share, groups, groups)
+        ]
+        _launch_split(mixed, bias, turn, parts, back=False)
+        ctx.save_for_backward(turn)
+        return parts[0], parts[1], parts[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (turn,), parts = ctx.saved_tensors, [grad.contiguous() for grad in grads]
+        width = sum(part.size(-2) for part in parts) * parts[0].size(-1)
+        mixed = torch.empty(len(parts[0]), 1, width, dtype=parts[0].dtype, device=parts[0].device)
+        _launch_split(mixed, None, turn, parts, back=True)
+        return mixed, mixed.sum((0, 1)) if ctx.needs_input_grad[1] else None, None, None, None
+
+
+def _launch_split(mixed: Tensor, bias: Tensor | None, turn: Tensor, parts: list[Tensor], *, back: bool) -> None:
+    (heads, size), groups = parts[0].shape[-2:], parts[1].size(-2)
+    _split_and_rotate[(len(mixed),)](
+        mixed, mixed if bias is None else bias, turn, *parts, groups,
+        SHARE=heads // groups, HALF=size // 2, BACK=back, BIAS=bias is not None,
+        HEADS=triton.next_power_of_2(heads + 2 * groups), WIDTH=triton.next_power_of_2(size // 2),
+    )  # fmt: skip
+
+
+def split_and_rotate(
+    mixed: Tensor, bias: Tensor | None, turn: Tensor, groups: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _SplitAndRotation.apply(mixed, bias, turn.contiguous(), groups, size)
 
 
 class _SwiGLU(torch.autograd.Function):

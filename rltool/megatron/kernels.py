@@ -69,6 +69,24 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def split_and_rotate(
+    mixed: Tensor, bias: Tensor | None, turn: Tensor, groups: int, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [T, 1, heads, size], keys and values [T, 1, groups, size], each contiguous, of one product of them all:
+    its bias added, queries and keys turned (`rotate`).
+
+    mixed: [T, 1, groups * (heads / groups + 2) * size], of each group its queries, its key, its value; bias: [last
+    dimension of mixed]; turn: as for `rotate`.
+    """
+    if _on_gpu(mixed) and turn.size(-1) == size:
+        from rltool.megatron import fused
+
+        return fused.split_and_rotate(mixed, bias, turn, groups, size)
+    whole = (mixed if bias is None else mixed + bias).unflatten(-1, (groups, -1))
+    query, key, value = whole.split([whole.size(-1) - 2 * size, size, size], dim=-1)
+    return rotate(query.unflatten(-1, (-1, size)).flatten(2, 3), turn), rotate(key, turn), value.contiguous()
+
+
 class Gate(NamedTuple):
     """gate * sigmoid(alpha * gate) * (up + offset), the gate at most `limit` and up between -limit and limit."""
 

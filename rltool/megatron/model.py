@@ -31,6 +31,7 @@ from rltool.megatron.family_layers import (
     NormOfAllHeads,
     TwoRopeSelfAttention,
     TwoRotaryPositions,
+    one_pass,
 )
 from rltool.megatron.layers import (
     BiasedExpert,
@@ -167,6 +168,7 @@ def build_model(
         model.embedding.register_forward_hook(scaled)
     whole = config.recompute_num_layers or 0
     for index, layer in enumerate(model.decoder.layers):
+        one_pass(cast(Any, layer).self_attention)
         # Changed on the built layers: Megatron-core 0.16 and 0.19 name the MLP's class in different places of the spec.
         for mlp in (layer.mlp, getattr(layer.mlp, "shared_experts", None)):
             gated = {MLP: GatedMLP, SharedExpertMLP: GatedSharedExpert}.get(type(mlp))

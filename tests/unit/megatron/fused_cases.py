@@ -62,6 +62,19 @@ def rotation(dtype, tokens, heads, dim):
     return difference(rotated, values_and_gradients(lambda x: kernels.rotate(x, turn), x))
 
 
+def split(dtype, tokens, groups, share, dim, biased):
+    mixed = randn(tokens, 1, groups * (share + 2) * dim, dtype=dtype)
+    bias = randn(mixed.size(-1), dtype=dtype) if biased else None
+    angles = randn(tokens, 1, 1, dim // 2)
+    turn = torch.cat([angles.cos(), angles.sin()], -1)
+
+    def together(function):
+        return lambda *given: torch.cat(function(*given, turn, groups, dim), dim=2)
+
+    plain = values_and_gradients(together(kernels.split_and_rotate), mixed, bias)
+    return difference(values_and_gradients(together(fused.split_and_rotate), mixed, bias), plain)
+
+
 def gated(dtype, shape):
     x = randn(*shape, dtype=dtype)
     return difference(values_and_gradients(fused.swiglu, x), values_and_gradients(kernels.swiglu, x))
@@ -174,6 +187,9 @@ def main() -> None:
             found[f"norm {name} {centered}"] = norm(dtype, (37, 1, 96), centered)
             found[f"norm of heads {name} {centered}"] = norm(dtype, (9, 1, 4, 32), centered)
         found[f"rotation {name}"] = rotation(dtype, 11, 3, 24)
+        found[f"split {name}"] = split(dtype, 11, 3, 2, 24, True)
+        found[f"split {name} one group"] = split(dtype, 5, 1, 5, 32, True)
+        found[f"split {name} no bias"] = split(dtype, 7, 2, 1, 64, False)
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
         found[f"gated and scaled {name}"] = gated_and_scaled(dtype, 7, 2100)
         found[f"gated and clamped {name}"] = gated_and_clamped(dtype, 7, 2100)

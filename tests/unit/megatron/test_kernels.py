@@ -29,8 +29,8 @@ def differences():
 
 @pytest.mark.parametrize(
     "function",
-    ["norm", "norm of heads", "rotation", "gated", "gated and scaled", "convolved", "rows summed", "added to each",
-     "vocabulary", "told apart"],
+    ["norm", "norm of heads", "rotation", "split", "gated", "gated and scaled", "convolved", "rows summed",
+     "added to each", "vocabulary", "told apart"],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
 def test_fused_functions_are_those_in_plain_torch(differences, function, dtype, tolerance):
