@@ -19,6 +19,7 @@ from rltool.training.ranks.sharding import Shards
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own
 from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import RankPool
+from tests.e2e.test_megatron_trainer import plain_kernels
 
 pytestmark = pytest.mark.e2e
 
@@ -395,3 +396,29 @@ def case_hash_after_step(place, path, batch):
     with closing(make_trainer(place, path, **OPTIONS)) as trainer:
         trainer.train_step([batch], global_loss_tokens=batch.num_loss_tokens)
         return trainer.parameter_hash()
+
+
+def case_three_steps(place, path, batch, exact, options):
+    if exact:
+        plain_kernels()
+    algorithm, eps = {"exact": exact}, {"eps": 1e-3}
+    with closing(make_trainer(place, path, algorithm=algorithm, trainer=options, optimizer=eps)) as trainer:
+        trainer.warm_up()
+        mine, norms = own_micro_batches(batch, trainer.coordinates), []
+        for _ in range(3):
+            trainer.forward_backward(mine, global_loss_tokens=batch.num_loss_tokens, on_policy=False)
+            norms.append(trainer.optimizer_step()["train/grad_norm"])
+        weights = {meta.name: tensor.clone() for meta, tensor in trainer.export_weights() if tensor is not None}
+        return norms, weights
+
+
+def test_exact_ranks_with_a_distributed_optimizer_make_the_steps_of_one_usual_rank(ranks, tmp_path):
+    """With plain functions for vLLM's kernels: their bits are a GPU's."""
+    path, batch = save_hf(tmp_path / "hf", "qwen2"), policy_batch(LENGTHS)
+    options = {"distributed_optimizer": True, "recompute": "selective"}
+    [(norms, weights)] = ranks.run(case_three_steps, 1, path, batch, False, {})
+    found = ranks.run(case_three_steps, 2, path, batch, True, options)
+    assert found[0][0] == pytest.approx(norms, rel=1e-4) and min(norms) > 0
+    assert found[0][1].keys() == weights.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(found[0][1][name], tensor, rtol=1e-4, atol=1e-5)

@@ -67,6 +67,7 @@ def test_every_log_probability_is_vllms_as_it_sampled_and_as_a_prompt(model, tmp
     rows = ({"prompt": "a few words " * n} for n in (1, 3, 8, 20, 33) * 5)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("--data", "prompts.jsonl", "--samples", "25", "--tokens", "150", "--streams", "0", "--no-transformers")
+    words += ("--engine", '{"gpu_memory_utilization": 0.15, "kv_cache_memory_bytes": 4294967296}')
     command = [sys.executable, "-m", "benchmarks.agreement", str(model), "--exact", *words]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | on_path(), capture_output=True, text=True, timeout=800
@@ -133,9 +134,11 @@ def test_a_run_with_engines_that_were_started_exactly_on_its_gpu_stays_exact(tmp
     monkeypatch.setitem(SHAPES, "test", SHAPES["qwen3-0.6B"] | SMALL)
     more = {"trainer.share_gpus": "true", "weights.transport": '"gloo"'}
     job = Job(tmp_path, "@runs/engines/endpoints.json", **LEARNS | more)
-    options = ("--exact", "--gpus", "0", "--run", "engines", "--detach", "--", "--gpu-memory-utilization", "0.3")
+    options = ("--exact", "--gpus", "0", "--run", "engines", "--detach")
+    memory = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "4294967296")
     try:
-        assert job.start("serve-engines", "model", *options).wait(400) == 0, job.output.read_text()[-6000:]
+        started = job.start("serve-engines", "model", *options, "--", *memory).wait(400)
+        assert started == 0, job.output.read_text()[-6000:]
         stays_exact(job)
     finally:
         job.start("stop", "--run", "engines").wait(120)

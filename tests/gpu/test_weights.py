@@ -66,7 +66,8 @@ def elsewhere(work: Path, rltool: Rltool, model: Path) -> Iterator[str]:
 
 def serving(work: Path, rltool: Rltool, model: Path, run: str, *options: str) -> Iterator[str]:
     options = ("--max-model-len", "128", "--run", run, "--detach", *options)
-    rltool("serve-engines", str(model), *options, "--", "--gpu-memory-utilization", "0.3", "--enforce-eager")
+    memory = ("--gpu-memory-utilization", "0.1", "--kv-cache-memory-bytes", "1073741824")
+    rltool("serve-engines", str(model), *options, "--", *memory, "--enforce-eager")
     try:
         yield f"@{work}/runs/{run}/endpoints.json"
     finally:
