@@ -122,6 +122,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="of the model, in place of the shape's own")
     parser.add_argument("--layout", choices=("packed", "padded"), default="packed")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch, padding included")
+    parser.add_argument("--logprob-tokens", type=int, help="of one that is not trained on; default: as --tokens")
     parser.add_argument("--samples", type=int, default=96, help="per optimizer step and data-parallel rank")
     parser.add_argument("--median", type=float, default=900.0, help="of the lengths")
     parser.add_argument("--sigma", type=float, default=0.9, help="of their logarithm")
@@ -226,14 +227,14 @@ def batch_of(lengths: list[int], real: list[int], vocabulary: int) -> TrainBatch
 
 
 def micro_batches_of(
-    args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int
+    args: argparse.Namespace, lengths: list[int], shards: int, vocabulary: int, tokens: int
 ) -> list[list[TrainBatch]]:
-    """By data-parallel rank."""
+    """By data-parallel rank, each of so many tokens at most."""
     if args.layout == "packed":
         whole = batch_of(lengths, lengths, vocabulary)
-        plan = plan_micro_batches(lengths, max_tokens=args.tokens, data_parallel=shards)
+        plan = plan_micro_batches(lengths, max_tokens=tokens, data_parallel=shards)
         return [[whole.micro_batch(samples) for samples in rank] for rank in plan]
-    cut = padded_micro_batches(lengths, args.tokens)
+    cut = padded_micro_batches(lengths, tokens)
     cut = cut[: len(cut) - len(cut) % shards] or cut
     return [
         [batch_of([max(part)] * len(part), part, vocabulary) for part in cut[rank::shards]] for rank in range(shards)
@@ -292,8 +293,9 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
     with closing(trainer):
         randomise(trainer)
         lengths = lengths_of(args, args.samples * shards)
-        everyone = micro_batches_of(args, lengths, shards, model["vocab_size"])
-        mine = everyone[trainer.coordinates.dp_rank]
+        everyone = micro_batches_of(args, lengths, shards, model["vocab_size"], args.tokens)
+        larger = micro_batches_of(args, lengths, shards, model["vocab_size"], args.logprob_tokens or args.tokens)
+        mine, untrained = (of_ranks[trainer.coordinates.dp_rank] for of_ranks in (everyone, larger))
         loss_tokens = int(sum(micro.loss_weights.sum() for rank in everyone for micro in rank))
         samples = sum(int(micro.loss_weights.sum() > 0) and micro.num_samples for rank in everyone for micro in rank)
         real_tokens = loss_tokens + samples
@@ -316,12 +318,12 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         for _ in range(0 if args.logprobs_only else args.warmup):
             # Three micro-batches of different lengths compile and allocate all that the rest uses.
             train(mine[:2] + mine[-1:])
-        trainer.compute_logprobs(mine if args.logprobs_only else mine[:1])
+        trainer.compute_logprobs(untrained if args.logprobs_only else untrained[:1])
         warm = time.perf_counter() - first
         if cuda:
             torch.cuda.reset_peak_memory_stats()
         steps = [timed(lambda: train(mine)) for _ in range(0 if args.logprobs_only else args.steps)]
-        scored = [timed(lambda: trainer.compute_logprobs(mine)) for _ in range(args.steps)]
+        scored = [timed(lambda: trainer.compute_logprobs(untrained)) for _ in range(args.steps)]
         peak = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()) if cuda else None
         scoring = min(wall for wall, _ in scored)
         cost = trainer.family.cost()
@@ -350,6 +352,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
             "real_tokens": real_tokens,
             "computed_tokens": sum(len(micro.tokens) for rank in everyone for micro in rank),
             "micro_batches": len(mine),
+            "logprob_micro_batches": len(untrained),
             "tokens_per_micro_batch": args.tokens,
             "longest": max(lengths),
             "mean_length": round(statistics.mean(lengths)),
@@ -372,7 +375,7 @@ def measure(rank: int, args: argparse.Namespace, directory: Path, port: int) -> 
         if args.profile or args.trace:
 
             def profiled() -> tuple[float, float]:
-                return timed(lambda: trainer.compute_logprobs(mine) if args.logprobs_only else train(mine[:2]))
+                return timed(lambda: trainer.compute_logprobs(untrained) if args.logprobs_only else train(mine[:2]))
 
             if rank == 0:
                 write_profile(args.profile, args.trace, profiled, cuda, scoring if args.logprobs_only else None)
@@ -423,7 +426,7 @@ def write_profile(
             lines[0] += f", {usual:.4f} s without the profiler"
         starts = [event.time_range.start for event in gpu_events(recorded)]
         if starts:
-            first = min(event.time_range.start for event in recorded.events())
+            first = min(event.time_range.start for event in recorded.events() or ())
             lines[0] += f"; the first after {(min(starts) - first) / 1e6:.4f} s"
         for kind, (calls, took, flops) in sorted(by_kind(recorded, cuda).items(), key=lambda item: -item[1][1]):
             lines.append(f"{kind}\t{calls}\t{1e3 * took:.3f}\t{flops / took / 1e12 if flops else 0:.1f}")

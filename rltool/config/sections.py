@@ -149,6 +149,10 @@ class TrainerConfig(Config):
     max_tokens_per_micro_batch: int = Field(default=4096, ge=1)
     """Packed tokens of one micro-batch on one rank. Ranks of context parallelism hold one micro-batch together, of so
     many times as many tokens. A longer single sample is an error at the start of the step."""
+    logprob_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
+    """The same in passes that train nothing: log-probabilities (old, reference's, teacher's, of serve-trainer) and
+    values of a critic, in every layout. They keep no activations, so more tokens fit, and a small model's GPUs wait
+    less for the host. None: max_tokens_per_micro_batch; not below it."""
     shared_prefixes: bool = False
     """Tokens that samples of a micro-batch begin with alike (one prompt, branches of one context) are computed once;
     samples that begin alike go to one micro-batch, of which the distinct tokens are counted."""
@@ -172,6 +176,11 @@ class TrainerConfig(Config):
         return self.max_tokens_per_micro_batch * self.context_parallel
 
     @property
+    def forward_tokens(self) -> int:
+        """Packed tokens of a micro-batch on one rank where nothing is trained."""
+        return self.logprob_tokens_per_micro_batch or self.max_tokens_per_micro_batch
+
+    @property
     def layout(self) -> ParallelLayout:
         """All parallel sizes, checked, and data parallel, which follows from them."""
         return ParallelLayout(
@@ -192,6 +201,11 @@ class TrainerConfig(Config):
             raise ValueError(
                 "shared_prefixes computes a prefix once for all samples that begin with it, and context_parallel cuts "
                 "each sample over ranks on its own; leave one of them out"
+            )
+        if self.forward_tokens < self.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"logprob_tokens_per_micro_batch = {self.forward_tokens} is below max_tokens_per_micro_batch = "
+                f"{self.max_tokens_per_micro_batch}, whose training needs more memory; raise it, or leave it out"
             )
         if self.recompute_layers is not None and self.recompute != "full":
             raise ValueError(

@@ -51,7 +51,7 @@ def parameters_of(family: Family) -> Parameters:
 @dataclass(frozen=True)
 class RankMemory:
     """Bytes of one rank of the trainer. optimizer: Adam's moments and, in 16 bit, float32 weights; activations: kept
-    for the backward pass; head: of the output layer while it runs."""
+    for the backward pass, or of a larger pass that keeps none; head: of the output layer while it runs."""
 
     weights: int
     gradients: int
@@ -161,7 +161,11 @@ def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int, lo
     # The stream in fp32: what a layer and each of its norms keep of it has 4 bytes.
     wide = 0 if trainer.residual == "model" else (layout.pp - stage) * hidden * (2 * (layers - whole) + whole)
     activations = int((values * item + wide * (4 - item)) * tokens)
-    return RankMemory(held.weights, held.gradients, held.optimizer, activations, head)
+    # A pass that trains nothing has at most one layer's, and the stream.
+    largest = max(_saved(family, i, trainer, norms=False, gated=False) for i in every)
+    stream = 2 * hidden * (item if trainer.residual == "model" else 4)
+    forward = int((largest * item + stream) * trainer.forward_tokens)
+    return RankMemory(held.weights, held.gradients, held.optimizer, max(activations, forward), head)
 
 
 def _saved(family: Family, layer: int, trainer: TrainerConfig, *, norms: bool, gated: bool) -> float:
@@ -259,11 +263,11 @@ def engine_bytes(family: Family, *, tensor_parallel: int = 1, dtype: str = "bflo
 
 
 def fitting_layout(
-    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, dtype: str = "bfloat16", lora: LoraConfig = FULL,
-    gpus_per_host: int = LARGEST_TENSOR_PARALLEL,
+    family: Family, *, gpus: int, gpu_bytes: int, tokens: int, logprob_tokens: int | None = None,
+    dtype: str = "bfloat16", lora: LoraConfig = FULL, gpus_per_host: int = LARGEST_TENSOR_PARALLEL,
 ) -> tuple[TrainerConfig, RankMemory] | None:  # fmt: skip
     """The settings of [trainer] that cut the model least, and then compute least again, within USED of each GPU; None:
-    there are none. tokens: of a micro-batch; gpus_per_host: a layer's weights are cut within a host."""
+    there are none. tokens, logprob_tokens: of a micro-batch; gpus_per_host: a layer's weights are cut within a host."""
     divisors = [n for n in range(1, gpus + 1) if gpus % n == 0]
     cuts = sorted(
         (tp * pp * ep, pp, tp, ep)
@@ -277,7 +281,7 @@ def fitting_layout(
                 trainer = TrainerConfig(
                     world_size=gpus, tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep,
                     sequence_parallel=tp > 1, distributed_optimizer=gpus > tp * pp, recompute=recompute,
-                    max_tokens_per_micro_batch=tokens,
+                    max_tokens_per_micro_batch=tokens, logprob_tokens_per_micro_batch=logprob_tokens,
                 )  # fmt: skip
                 memory = training_memory(family, trainer, dtype=dtype, lora=lora)
             except (UsageError, ValueError):

@@ -134,7 +134,9 @@ class Ranks(Protocol):
 
     def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]: ...
 
-    def call_on_shards(self, batch: TrainBatch, method: str, *arguments: Any) -> Tensor: ...
+    def call_on_shards(
+        self, batch: TrainBatch, method: str, *arguments: Any, forward_only: bool = False
+    ) -> Tensor: ...
 
 
 @dataclass
@@ -192,7 +194,7 @@ class RankedTrainer(ServedTrainer):
         if backward:
             rows = self._ranks.call_on_shards(batch, "add_gradients", name, loss, settings)
         else:
-            rows = self._ranks.call_on_shards(batch, "logprobs", name)
+            rows = self._ranks.call_on_shards(batch, "logprobs", name, forward_only=True)
         targets = batch.loss_mask.nonzero().squeeze(-1)
         logprobs = rows[targets]
         sizes = [len(datum.tokens) for datum in data]

@@ -24,7 +24,7 @@ class LocalRanks:
     def call(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         return [getattr(self.own, method)(*arguments, **named)]
 
-    def call_on_shards(self, batch: Any, method: str, *arguments: Any) -> Any:
+    def call_on_shards(self, batch: Any, method: str, *arguments: Any, forward_only: bool = False) -> Any:
         at = self.model.coordinates
         plan = plan_micro_batches(batch.lengths.tolist(), max_tokens=MAX_TOKENS, data_parallel=at.layout.dp)
         shards, every = Shards(batch, plan), [None] * at.layout.world_size

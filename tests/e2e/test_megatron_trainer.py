@@ -10,6 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rltool.config.sections import ModelConfig, TrainerConfig
+from rltool.config.train import TrainConfig
+from rltool.training.ranks.sharding import Sharder
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
@@ -129,6 +132,28 @@ def case_exact(place, path, batch, exact):
         return logprobs, gradients, sorted({type(module).__name__ for module in trainer.gpt.modules()})
 
 
+def case_cuts(place, path, batch, sizes, exact):
+    """With micro-batches as training has them, and with those of passes that train nothing: how many there are, and
+    the log-probabilities in the order of the batch."""
+    if exact:
+        plain_kernels()
+    config = TrainConfig(
+        model=ModelConfig(path=path),
+        trainer=TrainerConfig(
+            world_size=place.world_size, pipeline_parallel=sizes.get("pp", 1), context_parallel=sizes.get("cp", 1),
+            max_tokens_per_micro_batch=64, logprob_tokens_per_micro_batch=256, **sizes.get("trainer", {}),
+        ),
+        sampling={"max_prompt_tokens": 1, "max_response_tokens": 1},
+    )  # fmt: skip
+    with closing(make_trainer(place, path, temperature=0.7, algorithm={"exact": exact}, **sizes)) as trainer:
+        found = []
+        for forward_only in (False, True):
+            shards = Sharder(config).shard(batch, forward_only=forward_only)
+            rows = trainer.compute_logprobs(shards.micro_batches(0))
+            found.append((len(shards.plan[0]), rows and shards.in_order([trainer.coordinates], [rows])))
+        return found
+
+
 def case_differing_layer(place, path, directory, tokens, spoilt):
     """spoilt: the tensor of the export, as vLLM gets it, in which one number is another; None: none."""
     from rltool.checkpoints.hf_export import export_hf
@@ -204,6 +229,20 @@ def test_logprobs_equal_those_of_transformers(ranks, tmp_path, kind, tied):
         (found,) = [result for result in results if result is not None]
         for mine, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "exact"),
+    [({}, False), ({}, True), ({"pp": 2}, False), ({"cp": 2}, False), ({"trainer": {"shared_prefixes": True}}, False)],
+    ids=str,
+)
+def test_larger_micro_batches_where_nothing_is_trained_give_the_same_logprobs(ranks, tmp_path, sizes, exact):
+    path, batch = save_hf(tmp_path), policy_batch([n for n in LENGTHS for _ in range(4)])
+    batch.tokens[batch.lengths.cumsum(0) - batch.lengths] = 1  # something to share
+    results = ranks.run(case_cuts, 2 if "pp" in sizes or "cp" in sizes else 1, path, batch, sizes, exact)
+    [((cuts, expected), (joined, found))] = [given for given in results if given[0][1] is not None]
+    assert joined == 1 < cuts
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [True, False])

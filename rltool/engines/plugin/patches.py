@@ -1,13 +1,15 @@
 """What is changed in vLLM's processes. By `register`: a server on the CPU waits without taking a core and starts with
 one import of vLLM, the prefix cache is dropped without a look at every block of the KV cache, and batch-invariant
-attention is so for heads of 64 too. By the workers' extension: experts take adapters on the CPU."""
+attention is so for heads of 64 too. By the workers' extension: FP8 keeps its scales, experts take adapters on the
+CPU."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ NAP_SECONDS = 5e-4
 FORK_VARIABLE = "RLTOOL_FORK_ENGINE_PROCESSES"
 LORA_EXPERTS_VARIABLE = "RLTOOL_LORA_EXPERTS"
 BATCH_INVARIANT_VARIABLE = "VLLM_BATCH_INVARIANT"
+E8M0_VARIABLE = "VLLM_USE_DEEP_GEMM_E8M0"
 
 
 def limit_busy_loop(environment: Mapping[str, str] = os.environ) -> None:
@@ -165,6 +168,18 @@ def keep_causal_blocks(environment: Mapping[str, str] = os.environ) -> None:
     patched = cast(Any, with_a_mask)
     patched.rltool = True
     backend.flash_attn_varlen_func = patched
+
+
+def keep_block_scales(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let a worker on Hopper multiply with the FP8 and the scales that it is sent, unless the environment decides, as
+    vLLM itself does for a checkpoint whose scales are powers of two (scale_fmt). Elsewhere nothing changes.
+
+    With DeepGEMM vLLM 0.32 rounds the scale of each block up to a power of two after every load, and the block anew
+    for it (requant_weight_ue8m0_inplace in model_executor/layers/quantization/utils/fp8_utils.py). Hopper's kernel
+    takes any scale (csrc/apis/layout.hpp of DeepGEMM); Blackwell's takes powers of two alone, and fails without."""
+    platforms: Any = sys.modules.get("vllm.platforms")  # a worker has it; for others it is a matter of seconds
+    if platforms is not None and platforms.current_platform.is_device_capability(90):
+        environment.setdefault(E8M0_VARIABLE, "0")
 
 
 def experts_with_adapters(environment: Mapping[str, str] = os.environ) -> None:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from rltool.engines.plugin.patches import experts_with_adapters
+from rltool.engines.plugin.patches import experts_with_adapters, keep_block_scales
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ if os.environ.get(FP8_VARIABLE):
 
     register_model_loader(FP8_FORMAT)(Fp8Loader)
 
+keep_block_scales()  # before the model is built
 experts_with_adapters()
 
 

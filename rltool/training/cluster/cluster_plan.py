@@ -295,7 +295,8 @@ def _found_layout(
 ) -> tuple[TrainerConfig, RankMemory] | None:  # fmt: skip
     return fitting_layout(
         family, gpus=ranks, gpu_bytes=cluster.gpu_bytes, tokens=config.trainer.max_tokens_per_micro_batch,
-        dtype=config.model.dtype, lora=config.lora, gpus_per_host=cluster.gpus_per_host,
+        logprob_tokens=config.trainer.logprob_tokens_per_micro_batch, dtype=config.model.dtype, lora=config.lora,
+        gpus_per_host=cluster.gpus_per_host,
     )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ class RankHandles:
 
     async def logprobs(self, batch: TrainBatch) -> Tensor:
         """[T] float32, aligned with batch.tokens: the current policy's log-probabilities."""
-        shards = self._sharder.shard(batch)
+        shards = self._sharder.shard(batch, forward_only=True)
         pairs = zip(self._handles, self._coordinates, strict=True)
         parts = [shards.micro_batches(dp_rank) for dp_rank in range(len(shards.plan))]
         results = await self._all([rank.compute_logprobs.remote(parts[place.dp_rank]) for rank, place in pairs])

@@ -68,7 +68,7 @@ class Shards:
 
 
 class Sharder:
-    """Cuts by trainer.max_tokens_per_micro_batch and trainer.balance."""
+    """Cuts by trainer.max_tokens_per_micro_batch (logprob_tokens_per_micro_batch) and trainer.balance."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._trainer = config.trainer
@@ -76,21 +76,18 @@ class Sharder:
         if config.trainer.balance == "flops":
             self._cost = family_for(read_hf_config(config.model.path), config.model.family).cost()
 
-    def shard(self, batch: TrainBatch) -> Shards:
-        lengths = batch.lengths.tolist()
-        if self._trainer.shared_prefixes:
-            return self._by_prefixes(batch, lengths)
+    def shard(self, batch: TrainBatch, *, forward_only: bool = False) -> Shards:
+        trainer, lengths = self._trainer, batch.lengths.tolist()
+        check_lengths(lengths, trainer.micro_batch_tokens)
+        most = trainer.forward_tokens * trainer.context_parallel if forward_only else trainer.micro_batch_tokens
+        if trainer.shared_prefixes:
+            return self._by_prefixes(batch, most)
         costs = [self._cost.training_flops(length) for length in lengths] if self._cost is not None else None
-        trainer = self._trainer
-        plan = plan_micro_batches(
-            lengths, max_tokens=trainer.micro_batch_tokens, data_parallel=trainer.layout.dp, costs=costs
-        )
-        return Shards(batch, plan)
+        return Shards(batch, plan_micro_batches(lengths, max_tokens=most, data_parallel=trainer.layout.dp, costs=costs))
 
-    def _by_prefixes(self, batch: TrainBatch, lengths: list[int]) -> Shards:
-        """Samples that begin alike in one micro-batch, which is counted by its distinct tokens."""
-        trainer, most = self._trainer, self._trainer.micro_batch_tokens
-        check_lengths(lengths, most)
+    def _by_prefixes(self, batch: TrainBatch, most: int) -> Shards:
+        """Samples that begin alike in one micro-batch, which is counted by its distinct tokens, `most` of them."""
+        trainer = self._trainer
         runs = runs_of(
             batch.tokens,
             batch.lengths,

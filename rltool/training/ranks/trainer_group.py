@@ -95,19 +95,25 @@ class TrainerGroup:
     def logprobs(self, batch: TrainBatch, *, weights: Weights = "policy") -> Tensor:
         """Trainer's log-probability of every token of a global batch: [T] float32, aligned with batch.tokens, 0 for
         first tokens."""
-        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs.remote(part, weights))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.compute_logprobs.remote(part, weights), forward_only=True
+        )
         return shards.in_order(self.coordinates, results)
 
     def logprobs_and_entropies(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """`logprobs` of the policy, and the entropy of its distribution at every token, in nats: [T] float32 each."""
-        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.compute_logprobs_and_entropies.remote(part), forward_only=True
+        )
         first, second = ([None if pairs is None else [pair[i] for pair in pairs] for pairs in results] for i in (0, 1))
         return shards.in_order(self.coordinates, first), shards.in_order(self.coordinates, second)
 
     def with_teacher_fields(self, batch: TrainBatch) -> TrainBatch:
         """The batch with what the loss needs of the teacher's distribution: algorithm.distill_top_k tokens and their
         log-probabilities at each token with a loss, by reference."""
-        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_teacher_fields.remote(part))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.compute_teacher_fields.remote(part), forward_only=True
+        )
         return batch.replace(wide=(*batch.wide, shards.wide_in_order(self.coordinates, results)))
 
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -133,9 +139,11 @@ class TrainerGroup:
         """A method of ServedRank, on all ranks."""
         return self._compute(lambda rank: rank.call.remote(method, *arguments, **named))
 
-    def call_on_shards(self, batch: TrainBatch, method: str, *arguments: Any) -> Tensor:
+    def call_on_shards(self, batch: TrainBatch, method: str, *arguments: Any, forward_only: bool = False) -> Tensor:
         """One that takes micro-batches, and gives tensors of each. Returns [T, ...] of the batch."""
-        shards, results = self._on_shards(batch, lambda rank, part: rank.call.remote(method, part, *arguments))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.call.remote(method, part, *arguments), forward_only=forward_only
+        )
         return shards.in_order(self.coordinates, results)
 
     def optimizer_step(self) -> dict[str, float]:
@@ -150,7 +158,9 @@ class TrainerGroup:
 
     def values(self, batch: TrainBatch) -> Tensor:
         """Critic's value of the state in which each loss token was chosen: [T] float32, 0 elsewhere."""
-        shards, results = self._on_shards(batch, lambda rank, part: rank.compute_values.remote(part))
+        shards, results = self._on_shards(
+            batch, lambda rank, part: rank.compute_values.remote(part), forward_only=True
+        )
         return shards.in_order(self.coordinates, results)
 
     def critic_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -170,16 +180,16 @@ class TrainerGroup:
         room (PlacementPlan.ranks_stay), what the ranks do not need between two steps."""
         self._get([rank.offload.remote(PARTS) for rank in self.ranks], while_waiting)
 
-    def _shard(self, batch: TrainBatch) -> tuple[Shards, list[ray.ObjectRef]]:
+    def _shard(self, batch: TrainBatch, *, forward_only: bool) -> tuple[Shards, list[ray.ObjectRef]]:
         """The cut, and per data-parallel rank a reference to its micro-batches."""
-        shards = self.sharder.shard(batch)
+        shards = self.sharder.shard(batch, forward_only=forward_only)
         return shards, [ray.put(shards.micro_batches(dp_rank)) for dp_rank in range(len(shards.plan))]
 
     def _on_shards(
-        self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef]
+        self, batch: TrainBatch, call: Callable[[Any, ray.ObjectRef], ray.ObjectRef], *, forward_only: bool = False
     ) -> tuple[Shards, list[Any]]:
         self.take_gpus()
-        shards, references = self._shard(batch)
+        shards, references = self._shard(batch, forward_only=forward_only)
         pairs = zip(self.ranks, self.coordinates, strict=True)
         return shards, self._get([call(rank, references[place.dp_rank]) for rank, place in pairs])
 

@@ -77,6 +77,20 @@ def test_the_layout_that_is_found_fits_and_one_gpu_less_of_it_does_not():
     assert (least.tensor_parallel, least.pipeline_parallel, least.recompute) == (1, 1, "none")
 
 
+def test_a_pass_that_keeps_no_activations_counts_only_where_it_takes_more_than_training():
+    family, sizes = family_of("0.5B"), {"max_tokens_per_micro_batch": 16384, "recompute": "full"}
+    usual, same, larger = (
+        training_memory(family, TrainerConfig(**sizes, logprob_tokens_per_micro_batch=tokens), dtype="bfloat16")
+        for tokens in (None, 16384, 131072)
+    )
+    assert usual == same
+    # Of one layer of 896 and 4,864: two residuals, two norms, what attention has, three of the MLP; and the stream.
+    numbers = 4 * 896 + (896 + 2 * 128) + (896 + 128) + 896 + 3 * 4864 + 2 * 896
+    assert larger.activations == 131072 * 2 * numbers > usual.activations
+    found = fitting_layout(family, gpus=1, gpu_bytes=80 * GIB, tokens=16384, logprob_tokens=131072)
+    assert found[0].logprob_tokens_per_micro_batch == 131072
+
+
 def test_with_adapters_the_model_has_weights_alone_and_a_7b_trains_on_one_gpu_of_80_gib():
     family = family_of("7B")
     full = training_memory(family, TrainerConfig(max_tokens_per_micro_batch=16384), dtype="bfloat16")

@@ -114,6 +114,22 @@ def test_a_batch_invariant_server_attends_with_a_mask_also_where_every_query_is_
     assert called == [(("q",), {"max_seqlen_q": made, "fa_version": version})]
 
 
+@pytest.mark.parametrize(
+    ("capability", "said", "found"), [(90, None, "0"), (90, "1", "1"), (90, "0", "0"), (100, None, None)]
+)
+def test_a_worker_on_hopper_keeps_the_scales_that_it_is_sent_unless_the_environment_decides(capability, said, found):
+    code = f"""
+import os, sys, types
+platforms = sys.modules["vllm.platforms"] = types.ModuleType("vllm.platforms")
+platforms.current_platform = types.SimpleNamespace(is_device_capability=lambda asked: asked == {capability})
+import rltool.engines.plugin.worker
+print(os.environ.get("VLLM_USE_DEEP_GEMM_E8M0"))"""
+    environment = {name: value for name, value in os.environ.items() if name != patches.E8M0_VARIABLE}
+    environment |= {} if said is None else {patches.E8M0_VARIABLE: said}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout == f"{found}\n"
+
+
 @pytest.fixture
 def system_utils(monkeypatch):
     """What the plugin looks for in vllm.utils.system_utils: a method that the platform has set, and what may override

@@ -15,6 +15,7 @@ from rltool.errors import UsageError
 from rltool.megatron.offload import PARTS
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor
+from rltool.training.ranks.trainer_group import TrainerGroup
 from tests.declared import Store
 
 
@@ -109,3 +110,48 @@ def test_samples_of_one_prompt_go_to_one_micro_batch_with_shared_prefixes():
     sharder = Sharder(TrainConfig(model=ModelConfig(path="model"), trainer=short, sampling=sampling))
     with pytest.raises(UsageError, match="sample 0 has 34 tokens, more than the 33 of a micro-batch"):
         sharder.shard(batch)
+
+
+def test_micro_batches_are_larger_where_nothing_is_trained_and_samples_are_not():
+    batch = example_batch()
+    longest, total = int(batch.lengths.max()), len(batch.tokens)
+    sampling = {"max_prompt_tokens": 1, "max_response_tokens": 1}
+
+    def plan_of(**changes) -> list[list[list[int]]]:
+        trainer = TrainerConfig(**{"max_tokens_per_micro_batch": longest} | changes)
+        config = TrainConfig(model=ModelConfig(path="model"), trainer=trainer, sampling=sampling)
+        plan = Sharder(config).shard(batch, forward_only=True).plan
+        assert Sharder(config).shard(batch).plan != plan or "logprob_tokens_per_micro_batch" not in changes
+        return plan
+
+    assert len(plan_of()[0]) > 1
+    for shared in (False, True):
+        [[whole]] = plan_of(logprob_tokens_per_micro_batch=total, shared_prefixes=shared)
+        assert sorted(whole) == list(range(batch.num_samples))
+    with pytest.raises(UsageError, match=f"has {longest} tokens, more than the {longest - 1} of a micro-batch"):
+        plan_of(max_tokens_per_micro_batch=longest - 1, logprob_tokens_per_micro_batch=total)
+    with pytest.raises(ValueError, match="logprob_tokens_per_micro_batch = 9 is below max_tokens_per_micro_batch = 10"):
+        TrainerConfig(max_tokens_per_micro_batch=10, logprob_tokens_per_micro_batch=9)
+
+
+def test_all_passes_that_train_nothing_and_no_others_take_the_larger_ones():
+    group, batch, asked = object.__new__(TrainerGroup), example_batch(), []
+    group.coordinates = []
+    shards = SimpleNamespace(in_order=lambda *_: batch.tokens, wide_in_order=lambda *_: Wide((), (), batch.lengths))
+    result = None
+
+    def on_shards(batch, call, *, forward_only=False):
+        asked.append(forward_only)
+        return shards, [result]
+
+    group._on_shards = on_shards
+    for weights in ("policy", "reference", "teacher"):
+        group.logprobs(batch, weights=weights)
+    for untrained in (group.logprobs_and_entropies, group.with_teacher_fields, group.values):
+        untrained(batch)
+    assert asked == 6 * [True]
+    asked.clear()
+    result = (None, {})
+    for trained in (group.train_step, group.forward_backward, group.critic_step):
+        trained(batch)
+    assert asked == 3 * [False]
