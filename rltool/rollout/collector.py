@@ -107,8 +107,10 @@ class _Since:
     interrupted: int = 0
     filtered_rewards: float = 0.0
     filtered_samples: int = 0
+    filtered_groups: int = 0
+    """Of which every sample was scored."""
     filtered_equal: Counter[float] = field(default_factory=Counter)
-    """Reward -> groups of which every sample had it."""
+    """Reward -> those of them of which every sample had it."""
 
     @property
     def filtered_reward(self) -> float | None:
@@ -119,15 +121,17 @@ class _Since:
         rewards = [sample.reward for sample in group.samples if sample.reward is not None]
         self.filtered_rewards += sum(rewards)
         self.filtered_samples += len(rewards)
-        if len(rewards) == len(group.samples) and len(set(rewards)) == 1:
-            self.filtered_equal[rewards[0]] += 1
+        if len(rewards) == len(group.samples):
+            self.filtered_groups += 1
+            if len(set(rewards)) == 1:
+                self.filtered_equal[rewards[0]] += 1
 
     def filtered_scores(self) -> str:
         """What the dropped groups have scored, for an error; "" where none was scored. Right and wrong are, as a rule,
         the two rewards that most groups of equal ones have."""
         if self.filtered_reward is None:
             return ""
-        shares = ((reward, count / self.dropped.total()) for reward, count in self.filtered_equal.most_common(2))
+        shares = ((reward, count / self.filtered_groups) for reward, count in self.filtered_equal.most_common(2))
         return f"; the mean reward of those that were scored is {self.filtered_reward:.3g}" + "".join(
             f"; {share:.0%} of them got {reward:.3g} for every sample" for reward, share in shares
         )

@@ -82,7 +82,7 @@ class Feature(StrEnum):
 class Versions:
     """Which versions of an engine rltool works with. oldest and newest are inclusive, and what follows the newest
     (0.33.1, 0.5.23.post1) belongs to it. since: the first version with a feature; one that is not named is in none.
-    exact: the newest that algorithm.exact was compared with; None: it was with none.
+    exact: the newest that algorithm.exact was compared with; None: no version of the engine computes so.
 
     What a server shows by itself (a route that is not there answers 404) is probed, and does not stand here.
     """

@@ -177,13 +177,18 @@ def test_filtering_without_end_stops_the_run():
 
 def test_a_run_that_is_stopped_says_how_many_groups_were_always_right_and_how_many_always_wrong():
     async def run():
-        def reward(sample):  # 8 groups of 12 are right, 1 is mixed
+        def reward(sample):  # 8 groups of 12 that are scored are right, 1 is mixed
+            if sample.group_id >= 12:
+                return None
             return float(sample.group_id < 8 or (sample.group_id == 8 and sample.index > 0))
 
-        work = Work(Versions(), reason=lambda g: "equal_rewards", reward=reward)
+        def reason(group):
+            return "equal_rewards" if group.id < 12 else "reward_failed"
+
+        work = Work(Versions(), reason=reason, reward=reward)
         said = r"is 0\.708; 67% of them got 1 for every sample; 25% of them got 0 for every sample: are"
         with pytest.raises(TrainingStopped, match=said):
-            await batches(make(work, AdmissionPolicy(batch=4), max_filtered=12), 1)
+            await batches(make(work, AdmissionPolicy(batch=4), max_filtered=16), 1)
 
     asyncio.run(run())
 

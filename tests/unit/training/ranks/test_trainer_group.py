@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,9 +15,11 @@ from rltool.config.sections import ModelConfig, TrainerConfig
 from rltool.config.train import TrainConfig
 from rltool.errors import UsageError
 from rltool.megatron.offload import PARTS
+from rltool.training.ranks.rank_handles import RankHandles
 from rltool.training.ranks.sharding import Sharder, Shards
 from rltool.training.ranks.trainer_actor import TrainerActor
 from rltool.training.ranks.trainer_group import TrainerGroup
+from rltool.training.served import Datum, RankedTrainer
 from tests.declared import Store
 
 
@@ -155,3 +159,29 @@ def test_all_passes_that_train_nothing_and_no_others_take_the_larger_ones():
     for trained in (group.train_step, group.forward_backward, group.critic_step):
         trained(batch)
     assert asked == 3 * [False]
+
+
+def test_log_probabilities_of_the_manager_and_of_a_served_model_take_the_larger_ones_too():
+    batch, asked = example_batch(), []
+    shards = SimpleNamespace(plan=[], in_order=lambda *_: batch.tokens)
+
+    def shard(batch, *, forward_only=False):
+        asked.append(forward_only)
+        return shards
+
+    handles = RankHandles([], [], SimpleNamespace(shard=shard), None)
+    assert torch.equal(asyncio.run(handles.logprobs(batch)), batch.tokens) and asked == [True]
+
+    def call_on_shards(batch, method, *_, forward_only=False):
+        asked.append((method, forward_only))
+        return torch.zeros(len(batch.tokens))
+
+    trainer = RankedTrainer(
+        SimpleNamespace(call=lambda *_: [None], call_on_shards=call_on_shards), vocab_size=9, max_tokens=9
+    )
+    trainer.create("model", None, 0)
+    tokens = np.arange(3)
+    for backward in (False, True):
+        trainer.forward("model", [Datum(tokens, tokens, {"weights": np.ones(3, "f4")})], "cross_entropy", {},
+                        backward=backward)  # fmt: skip
+    assert asked[1:] == [("logprobs", True), ("add_gradients", False)]
