@@ -239,7 +239,8 @@ async def an_aborting_pause_ends_what_is_there_and_has_what_comes_wait(
         (ended,) = await at_work(client, engine, request(n=2))
         await client.run(engine, DIALECT.pause("abort"), timeout=SECONDS)
         assert [sample.finish_reason for sample in await ended] == ["abort", "abort"]
-        (waits,) = await at_work(client, engine, request())
+        waits = asyncio.create_task(client.generate(engine, request(), timeout=SECONDS, attempts=1))
+        await asyncio.sleep(ARRIVAL_SECONDS)
         assert (await client.probe(engine)).paused is True and not waits.done()
     assert [sample.finish_reason for sample in await waits] == ["length"]
 

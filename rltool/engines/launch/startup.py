@@ -1,6 +1,6 @@
 """What an engine that does not serve yet is doing, by its own log.
 
-The lines are those of vLLM 0.29 to 0.32 and SGLang 0.5.17 to 0.5.23. Where one changes, an engine stays longer in the
+The lines are those of vLLM 0.29 to 0.33 and SGLang 0.5.17 to 0.5.23. Where one changes, an engine stays longer in the
 phase before: nothing but what is shown depends on them.
 """
 
