@@ -305,11 +305,12 @@ def _rank_problems(
 ) -> Iterator[str]:
     room = f"{cluster.gpu_bytes / GIB:.0f} GiB"
     if memory is None:
-        tokens = config.trainer.max_tokens_per_micro_batch
+        tokens, untrained = config.trainer.max_tokens_per_micro_batch, config.trainer.logprob_tokens_per_micro_batch
+        larger = f" ({untrained:,} where nothing is trained)" if untrained else ""
         more = (ranks << times for times in range(1, 13) if ranks << times <= MOST_RANKS)
         enough = next((number for number in more if _found_layout(config, family, cluster, number)), None)
         helps = f"{enough} do" if enough is not None else f"up to {MOST_RANKS} do not either"
-        yield f"no layout of {ranks} ranks fits GPUs of {room} with {tokens:,} tokens a micro-batch; {helps}"
+        yield f"no layout of {ranks} ranks fits GPUs of {room} with {tokens:,} tokens a micro-batch{larger}; {helps}"
     elif memory.total > USED * cluster.gpu_bytes:
         parts = {name: getattr(memory, name) for name in ("weights", "gradients", "optimizer", "activations", "head")}
         largest = max(parts, key=lambda name: parts[name])

@@ -312,8 +312,9 @@ def _out_of_memory(name: str, error: BaseException) -> PartLost:
     return PartLost(
         f"{name} ran out of GPU memory{f' in {call[1]}' if call else ''}: {said} In a training step, lower "
         "trainer.max_tokens_per_micro_batch or compute activations again (trainer.recompute = \"selective\" or "
-        '"full"); in any case leave it more room beside what else is on that GPU (--gpu-memory-utilization of '
-        "engines). Then go on with `rltool train --resume`, or from the start where there is no checkpoint yet"
+        '"full"), elsewhere trainer.logprob_tokens_per_micro_batch, if it is set; in any case leave it more room '
+        "beside what else is on that GPU (--gpu-memory-utilization of engines). Then go on with `rltool train "
+        "--resume`, or from the start where there is no checkpoint yet"
     )
 
 

@@ -52,7 +52,8 @@ def test_a_rank_without_gpu_memory_says_who_holds_it_and_what_to_set(first):
     assert isinstance(found, PartLost)
     assert str(found).startswith(f"{first} ran out of GPU memory in forward_backward: CUDA out of memory. Tried")
     assert "Process 2353 has 8.95 GiB" in str(found) and "PYTORCH" not in str(found)
-    assert "trainer.max_tokens_per_micro_batch" in str(found) and "trainer.recompute" in str(found)
+    for setting in ("max_tokens_per_micro_batch", "recompute", "logprob_tokens_per_micro_batch"):
+        assert f"trainer.{setting}" in str(found)
 
 
 def test_samples_that_died_with_their_owner_are_a_lost_part_and_a_dead_rank_comes_before_them():
