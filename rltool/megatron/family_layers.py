@@ -103,11 +103,13 @@ class OnePassSelfAttention(SelfAttention):
 
 
 def one_pass(attention: torch.nn.Module, wanted: bool = True) -> None:
-    """Makes an `OnePassSelfAttention` of Megatron's, if it can be one, or the inverse."""
+    """Makes Megatron's attention an `OnePassSelfAttention`; not one with norms of heads, in a model with layers without
+    positions, or with fewer groups of keys than tensor-parallel ranks, which Megatron gathers first. wanted=False: the
+    inverse."""
     if wanted and type(attention) is SelfAttention:
         config, norms = attention.config, (attention.q_layernorm, attention.k_layernorm)
-        cut = cast(int, config.num_query_groups) < attention.world_size
-        if cut or config.no_rope_freq or not all(norm is None or isinstance(norm, IdentityOp) for norm in norms):
+        gathers = cast(int, config.num_query_groups) < attention.world_size
+        if gathers or config.no_rope_freq or not all(norm is None or isinstance(norm, IdentityOp) for norm in norms):
             return
         attention.__class__ = OnePassSelfAttention
     elif not wanted and type(attention) is OnePassSelfAttention:
