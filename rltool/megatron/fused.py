@@ -118,7 +118,7 @@ def _split_and_rotate(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
-    column, head = tl.arange(0, WIDTH), tl.arange(0, HEADS)
+    column, head = tl.arange(0, WIDTH), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     cos = tl.load(turn + token * 2 * HALF + column, mask=column < HALF, other=0.0)[None, :]
     sin = tl.load(turn + token * 2 * HALF + HALF + column, mask=column < HALF, other=0.0)[None, :]
     # In the product each group has SHARE heads of queries, then one of keys and one of values.
@@ -451,10 +451,12 @@ class _SplitAndRotation(torch.autograd.Function):
 
 def _launch_split(mixed: Tensor, bias: Tensor | None, turn: Tensor, parts: list[Tensor], *, back: bool) -> None:
     (heads, size), groups = parts[0].shape[-2:], parts[1].size(-2)
-    _split_and_rotate[(len(mixed),)](
+    rows, width = heads + 2 * groups, triton.next_power_of_2(size // 2)
+    at_once = min(triton.next_power_of_2(rows), max(1, 1024 // width))  # of one program: more would not fit registers
+    _split_and_rotate[(len(mixed), triton.cdiv(rows, at_once))](
         mixed, mixed if bias is None else bias, turn, *parts, groups,
         SHARE=heads // groups, HALF=size // 2, BACK=back, BIAS=bias is not None,
-        HEADS=triton.next_power_of_2(heads + 2 * groups), WIDTH=triton.next_power_of_2(size // 2),
+        HEADS=at_once, WIDTH=width,
     )  # fmt: skip
 
 

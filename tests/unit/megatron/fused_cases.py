@@ -190,6 +190,7 @@ def main() -> None:
         found[f"split {name}"] = split(dtype, 11, 3, 2, 24, True)
         found[f"split {name} one group"] = split(dtype, 5, 1, 5, 32, True)
         found[f"split {name} no bias"] = split(dtype, 7, 2, 1, 64, False)
+        found[f"split {name} many heads"] = split(dtype, 3, 4, 7, 128, True)
         found[f"gated {name}"] = gated(dtype, (7, 1, 2 * 2100))
         found[f"gated and scaled {name}"] = gated_and_scaled(dtype, 7, 2100)
         found[f"gated and clamped {name}"] = gated_and_clamped(dtype, 7, 2100)
