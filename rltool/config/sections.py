@@ -151,8 +151,8 @@ class TrainerConfig(Config):
     many times as many tokens. A longer single sample is an error at the start of the step."""
     logprob_tokens_per_micro_batch: int | None = Field(default=None, ge=1)
     """The same in passes that train nothing: log-probabilities (old, reference's, teacher's, of serve-trainer) and
-    values of a critic, in every layout. They keep no activations, so more tokens fit, and a small model's GPUs wait
-    less for the host. None: max_tokens_per_micro_batch; not below it."""
+    values of a critic, in every layout. They keep no activations, so more tokens fit. None:
+    max_tokens_per_micro_batch; not below it."""
     shared_prefixes: bool = False
     """Tokens that samples of a micro-batch begin with alike (one prompt, branches of one context) are computed once;
     samples that begin alike go to one micro-batch, of which the distinct tokens are counted."""

@@ -368,3 +368,26 @@ def make_trainer(place, path, **options):
     if options.get("load", True):
         trainer.load_hf_weights(path)
     return trainer
+
+
+def plain_kernels() -> None:
+    """In the places where rltool.megatron.exact calls vLLM's, by the names that they have there."""
+    import vllm._custom_ops as ops
+    from vllm.model_executor.determinism import batch_invariant
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
+
+    from rltool.megatron import exact, kernels, trainer
+
+    def add_and_norm(x, residual, weight, eps):
+        residual += x
+        x.copy_(torch.nn.functional.rms_norm(residual, (x.size(-1),), weight, eps))
+
+    def of_tokens(logits, ids):
+        return torch.log_softmax(logits.float(), -1).gather(-1, ids)
+
+    exact.replace_layers.__globals__["_silu_and_mul"] = lambda x: kernels.swiglu(x)
+    trainer.use_engine_kernels = lambda model, path, _: exact.replace_layers(model, path)
+    batch_invariant.linear_batch_invariant = torch.nn.functional.linear
+    batch_invariant.rms_norm_batch_invariant = lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)
+    ops.fused_add_rms_norm, logprob.compute_token_logprobs = add_and_norm, of_tokens
+    gumbel.apply_temperature = lambda logits, rows, temperature: logits.div_(temperature[rows.long()][:, None])

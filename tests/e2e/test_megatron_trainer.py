@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from rltool.config.sections import ModelConfig, TrainerConfig
 from rltool.config.train import TrainConfig
 from rltool.training.ranks.sharding import Sharder
-from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, plain_kernels, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
 
@@ -96,29 +96,6 @@ def case_metadata(place, path, dtype):
         pairs = list(trainer.export_weights())
         assert [meta for meta, _ in pairs] == trainer.export_plan.tensors
         return [(meta.name, meta.dtype, meta.shape, str(t.dtype), tuple(t.shape)) for meta, t in pairs]
-
-
-def plain_kernels() -> None:
-    """In the places where rltool.megatron.exact calls vLLM's, by the names that they have there."""
-    import vllm._custom_ops as ops
-    from vllm.model_executor.determinism import batch_invariant
-    from vllm.v1.worker.gpu.sample import gumbel, logprob
-
-    from rltool.megatron import exact, kernels, trainer
-
-    def add_and_norm(x, residual, weight, eps):
-        residual += x
-        x.copy_(torch.nn.functional.rms_norm(residual, (x.size(-1),), weight, eps))
-
-    def of_tokens(logits, ids):
-        return torch.log_softmax(logits.float(), -1).gather(-1, ids)
-
-    exact.replace_layers.__globals__["_silu_and_mul"] = lambda x: kernels.swiglu(x)
-    trainer.use_engine_kernels = lambda model, path, _: exact.replace_layers(model, path)
-    batch_invariant.linear_batch_invariant = torch.nn.functional.linear
-    batch_invariant.rms_norm_batch_invariant = lambda x, w, eps: torch.nn.functional.rms_norm(x, w.shape, w, eps)
-    ops.fused_add_rms_norm, logprob.compute_token_logprobs = add_and_norm, of_tokens
-    gumbel.apply_temperature = lambda logits, rows, temperature: logits.div_(temperature[rows.long()][:, None])
 
 
 def case_exact(place, path, batch, exact):

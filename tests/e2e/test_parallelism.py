@@ -17,9 +17,8 @@ from rltool.rollout.batching import samples_to_batch
 from rltool.rollout.measure.dump import read_dump, write_dump
 from rltool.training.ranks.sharding import Shards
 from tests.declared import OWN, declare_surprise, sample, table_of_its_own
-from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import DEVICE, hf_model, make_trainer, plain_kernels, policy_batch, save_hf
 from tests.e2e.megatron_ranks import RankPool
-from tests.e2e.test_megatron_trainer import plain_kernels
 
 pytestmark = pytest.mark.e2e
 

@@ -77,6 +77,8 @@ class Sharder:
             self._cost = family_for(read_hf_config(config.model.path), config.model.family).cost()
 
     def shard(self, batch: TrainBatch, *, forward_only: bool = False) -> Shards:
+        """forward_only: for a pass that trains nothing. UsageError where a sample is longer than a micro-batch that is
+        trained on."""
         trainer, lengths = self._trainer, batch.lengths.tolist()
         check_lengths(lengths, trainer.micro_batch_tokens)
         most = trainer.forward_tokens * trainer.context_parallel if forward_only else trainer.micro_batch_tokens

@@ -158,8 +158,8 @@ def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
     return max(*errors, difference([gradients[0]], [gradients[1]]), difference([gradients[0]], [expected.to(dtype)]))
 
 
-def told_apart(dtype, rows, width, keep):
-    """The head that tells given tokens apart, through these functions and those in plain torch."""
+def topk_head_logprobs(dtype, rows, width, keep):
+    """head_logprobs_of, through these functions and those in plain torch."""
     generator = torch.Generator().manual_seed(rows)
     ids = torch.stack([torch.randperm(width, generator=generator)[:6] for _ in range(rows)])
     targets = torch.where(torch.arange(rows) % 3 == 0, ids[:, 2], (ids[:, 0] + 1) % width).to(DEVICE)
@@ -200,7 +200,7 @@ def main() -> None:
         found[f"rows summed {name}"] = rows_summed(dtype, 41, 96, 9)
         found[f"added to each {name}"] = added_to_each(dtype, 3, 2400, 7)
         for keep in (False, True):
-            found[f"told apart {name} {keep}"] = told_apart(dtype, 13, 203, keep)
+            found[f"top-k head {name} {keep}"] = topk_head_logprobs(dtype, 13, 203, keep)
             for entropy in (False, True):
                 found[f"vocabulary {name} {keep} {entropy}"] = vocabulary(dtype, 13, 203, keep, entropy)
     print(json.dumps(found))
