@@ -398,7 +398,7 @@ class DataPlane:
                 await asyncio.wait((task,))
             finally:
                 del self._sending[attempt]
-                # The fleet has it already. If the caller is gone by then, asyncio would log an exception that nobody read.
+                # The fleet has it already; if the caller is gone by then, asyncio would log an unread exception.
                 task.add_done_callback(lambda sent: sent.cancelled() or sent.exception())
         if attempt in self._withdrawn and task.cancelled():
             kind = EngineUnreachable if self._withdrawn[attempt] else _NotItsFault
