@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import select
+import signal
 import subprocess
 import sys
 from array import array
@@ -409,13 +410,13 @@ def test_what_a_worker_answered_before_it_ended_counts_also_where_its_end_is_see
     async def run() -> list[Any]:
         agents = FunctionAgents(f"{PLACE}:misbehaves", workers=1)
         try:
-            answered = asyncio.ensure_future(agents.run(hello("is fine")))
-            await asyncio.sleep(0)
-            await agents._pool.ready()
+            assert await agents.run(hello("is fine")) == 1.0
             worker = agents._pool.workers[0]
             assert worker is not None
-            for _ in range(10):  # it is given the episode; too short for its answer, which the loop must not read yet
-                await asyncio.sleep(0)
+            worker.process.send_signal(signal.SIGSTOP)  # it is given an episode; the loop must not read its answer yet
+            answered = asyncio.ensure_future(agents.run(hello("is fine")))
+            await asyncio.sleep(0.2)
+            worker.process.send_signal(signal.SIGCONT)
             assert select.select([worker._socket], [], [], 60.0)[0]
             worker.process.kill()
             worker.process.wait()
