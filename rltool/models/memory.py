@@ -7,16 +7,17 @@ on a CPU) there are more. Peaks measured on GPUs lie 6 % below to 2 % above (tes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 
 from rltool.config.parallel import ParallelLayout
 from rltool.config.sections import LoraConfig, TrainerConfig
 from rltool.errors import UsageError
-from rltool.models.adapters import Adapted, adapters_of
+from rltool.models.adapters import Adapted, Targets, adapters_of
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter, padded_vocabulary
 from rltool.models.layout import check_layout
 
@@ -76,52 +77,69 @@ FULL = LoraConfig()
 
 def rank_state(
     family: Family, layout: ParallelLayout, stage: int, *, dtype: str, distributed: bool, lora: LoraConfig = FULL
-) -> RankMemory:
+) -> RankMemory:  # fmt: skip
     """What each rank of a pipeline stage holds between two steps. distributed: trainer.distributed_optimizer, whose
     padding (of each tensor to 64 numbers) is left out. With adapters the model has weights alone, and they have all in
     float32."""
-    item, replicas = _item(dtype), layout.replica_size if distributed else 1
-    by_optimizer = 12 if item == 2 else 8
-    weights = gradients = 0
-    optimizer = 0.0
-    for parameter in _held(family, family.parameters, layout, stage):
-        size = math.prod(parameter.shard_shape(layout.tp))
-        weights += size * (4 if parameter.keeps_fp32 else item)
-        if lora.rank or parameter.keeps_fp32:  # the latter is a router's bias, which has no gradient
-            continue
-        gradients += 4 * size
-        optimizer += by_optimizer * size / _spread(parameter, layout, replicas, distributed)
-    trained = [parameter for adapted in _adapted(family, lora) for parameter in adapted.parameters]
-    for parameter in _held(family, trained, layout, stage):
-        size = math.prod(parameter.shard_shape(layout.tp))
-        weights, gradients = weights + 4 * size, gradients + 4 * size
-        optimizer += 8 * size / _spread(parameter, layout, replicas, distributed)
-    return RankMemory(weights, gradients, math.ceil(optimizer))
+    item, experts = _item(dtype), family.num_experts // layout.ep
+    held = _held(family, layout, stage, lora)
+    rest, each = (held.adapters, held.expert_adapters) if lora.rank else (held.model, held.expert)
+    weights = item * (held.model + experts * held.expert)
+    weights += 4 * (held.fixed + held.adapters + experts * held.expert_adapters)
+    by_optimizer = 12 if item == 2 and not lora.rank else 8
+    replicas, of_expert = (layout.replica_size, layout.replica_size // layout.ep) if distributed else (1, 1)
+    optimizer = by_optimizer * rest / replicas + by_optimizer * experts * each / of_expert
+    return RankMemory(weights, 4 * (rest + experts * each), math.ceil(optimizer))
 
 
-def _adapted(family: Family, lora: LoraConfig) -> tuple[Adapted, ...]:
-    return adapters_of(family, lora.rank, lora.targets) if lora.rank else ()
+class _Numbers(NamedTuple):
+    """On a rank. model: of the model, but for experts; fixed: in float32 and without a gradient (a router's bias);
+    adapters: of all else than experts; expert, expert_adapters: of one, as all of a layer are alike."""
+
+    model: int = 0
+    fixed: int = 0
+    adapters: int = 0
+    expert: int = 0
+    expert_adapters: int = 0
 
 
-def _spread(parameter: Parameter, layout: ParallelLayout, replicas: int, distributed: bool) -> int:
-    """Ranks that share the optimizer's state of a parameter."""
-    return replicas // layout.ep if parameter.expert is not None and distributed else replicas
+def _held(family: Family, layout: ParallelLayout, stage: int, lora: LoraConfig = FULL) -> _Numbers:
+    """By a rank of this stage."""
+    numbers = _numbers(family, lora.rank, lora.targets, layout.tp)
+    layers = family.num_layers // layout.pp
+    places: list[int | str] = list(range(stage * layers, (stage + 1) * layers))
+    if stage == 0 or (family.tied_embeddings and stage == layout.pp - 1):
+        places.append(EMBEDDING)
+    if stage == layout.pp - 1:
+        places.extend(place for place in numbers if not isinstance(place, int) and place != EMBEDDING)
+    return _Numbers(*map(sum, zip(*(numbers[place] for place in places), strict=True)))
 
 
-def _held(
-    family: Family, parameters: Iterable[Parameter], layout: ParallelLayout, stage: int
-) -> Iterator[Parameter]:  # fmt: skip
-    """Those of a rank of this stage; of the experts as many as each rank has."""
-    last, layers = layout.pp - 1, family.num_layers // layout.pp
-    experts = family.num_experts // layout.ep
-    for parameter in parameters:
-        if parameter.expert is not None and parameter.expert >= experts:
-            continue
-        at = {last} if parameter.layer is None else {parameter.layer // layers}
-        if parameter.name == EMBEDDING:
-            at = {0, last} if family.tied_embeddings else {0}
-        if stage in at:
-            yield parameter
+@lru_cache(maxsize=64)
+def _numbers(family: Family, rank: int, targets: Targets, tp: int) -> dict[int | str, _Numbers]:
+    """Of each layer, and by name of what is in none. Kept: a search of layouts asks for the same ones all the time."""
+    found: defaultdict[int | str, Counter[str]] = defaultdict(Counter)
+
+    def add(parameter: Parameter, kind: str, kind_of_expert: str) -> None:
+        place = parameter.name if parameter.layer is None else parameter.layer
+        kind = kind if parameter.expert is None else kind_of_expert
+        found[place][kind] += math.prod(parameter.shard_shape(tp))
+
+    for parameter in _without_other_experts(family).parameters:
+        add(parameter, "fixed" if parameter.keeps_fp32 else "model", "expert")
+    for adapted in _adapted(family, rank, targets):
+        for parameter in adapted.parameters:
+            add(parameter, "adapters", "expert_adapters")
+    return {place: _Numbers(**kinds) for place, kinds in found.items()}
+
+
+def _adapted(family: Family, rank: int, targets: Targets) -> tuple[Adapted, ...]:
+    return adapters_of(_without_other_experts(family), rank, targets) if rank else ()
+
+
+def _without_other_experts(family: Family) -> Family:
+    """Those of a layer are alike: the first stands for all."""
+    return replace(family, parameters=tuple(parameter for parameter in family.parameters if not parameter.expert))
 
 
 def training_memory(
@@ -144,11 +162,12 @@ def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int, lo
     hidden = family.transformer["hidden_size"] // (layout.tp if trainer.sequence_parallel else 1)
     every = range(stage * layers, (stage + 1) * layers)
     gated = trainer.recompute != "none"
-    low = _low(family, lora)
+    low = _low(family, lora.rank, lora.targets)
     norms = trainer.recompute == "selective"
-    kept = [_saved(family, i, trainer, norms=norms, gated=gated) + low[i] for i in every[whole:]]
+    saved = partial(_saved, family, tp=layout.tp, sequence_parallel=trainer.sequence_parallel)
+    kept = [saved(i, norms=norms, gated=gated) + low[i] for i in every[whole:]]
     # While a layer is computed again, all that it saves is there once.
-    once = max((_saved(family, i, trainer, norms=False, gated=gated) + low[i] for i in every[:whole]), default=0.0)
+    once = max((saved(i, norms=False, gated=gated) + low[i] for i in every[:whole]), default=0.0)
     # 1F1B: so many micro-batches are under way.
     values = (layout.pp - stage) * (sum(kept) + whole * hidden) + once
     head = 0
@@ -162,16 +181,17 @@ def _of_stage(family: Family, trainer: TrainerConfig, dtype: str, stage: int, lo
     wide = 0 if trainer.residual == "model" else (layout.pp - stage) * hidden * (2 * (layers - whole) + whole)
     activations = int((values * item + wide * (4 - item)) * tokens)
     # A pass that trains nothing has at most one layer's, and the stream.
-    largest = max(_saved(family, i, trainer, norms=False, gated=False) for i in every)
+    largest = max(saved(i, norms=False, gated=False) for i in every)
     stream = 2 * hidden * (item if trainer.residual == "model" else 4)
     forward = int((largest * item + stream) * trainer.forward_tokens)
     return RankMemory(held.weights, held.gradients, held.optimizer, max(activations, forward), head)
 
 
-def _saved(family: Family, layer: int, trainer: TrainerConfig, *, norms: bool, gated: bool) -> float:
+@lru_cache(maxsize=4096)
+def _saved(family: Family, layer: int, *, tp: int, sequence_parallel: bool, norms: bool, gated: bool) -> float:
     """Numbers a token that a layer keeps on a rank. norms, gated: these outputs are computed again."""
-    shape, tp = family.transformer, trainer.tensor_parallel
-    hidden = shape["hidden_size"] / (tp if trainer.sequence_parallel else 1)
+    shape = family.transformer
+    hidden = shape["hidden_size"] / (tp if sequence_parallel else 1)
     before, after = family.norms in ("pre", "sandwich"), family.norms in ("post", "sandwich")
     # Of attention and MLP each: the residual, the norm's output, what a norm behind takes.
     around = 2 * hidden * (1 + (before and not norms) + after)
@@ -180,13 +200,15 @@ def _saved(family: Family, layer: int, trainer: TrainerConfig, *, norms: bool, g
     return around + (_delta_net(family, tp) if family.attention.is_delta(layer) else _attention(family, tp)) + mlp
 
 
-def _low(family: Family, lora: LoraConfig) -> list[int]:
+@lru_cache(maxsize=64)
+def _low(family: Family, rank: int, targets: Targets) -> list[int]:
     """Numbers a token that the adapters of each layer keep between A and B."""
     found = [0] * family.num_layers
-    for adapted in _adapted(family, lora):
+    for adapted in _adapted(family, rank, targets):
         layer, expert = adapted.base.layer, adapted.base.expert
-        if layer is not None and (expert is None or expert < family.transformer["moe_router_topk"]):
-            found[layer] += lora.rank * len(adapted.a)
+        if layer is not None:
+            met = 1 if expert is None else family.transformer["moe_router_topk"]
+            found[layer] += rank * len(adapted.a) * met
     return found
 
 
@@ -276,20 +298,26 @@ def fitting_layout(
         for ep in (divisors if family.num_experts else [1])
     )  # fmt: skip
     for _, pp, tp, ep in cuts:
+        distributed = gpus > tp * pp
+        try:
+            layout = ParallelLayout(gpus, tp=tp, pp=pp, ep=ep)
+            check_layout(family, layout, sequence_parallel=tp > 1)
+        except (UsageError, ValueError):
+            continue
+        held = (
+            rank_state(family, layout, stage, dtype=dtype, distributed=distributed, lora=lora) for stage in range(pp)
+        )
+        if any(of_stage.state > USED * gpu_bytes for of_stage in held):  # which no recomputation makes smaller
+            continue
         for recompute in ("none", "selective", "full"):
-            try:
-                trainer = TrainerConfig(
-                    world_size=gpus, tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep,
-                    sequence_parallel=tp > 1, distributed_optimizer=gpus > tp * pp, recompute=recompute,
-                    max_tokens_per_micro_batch=tokens, logprob_tokens_per_micro_batch=logprob_tokens,
-                )  # fmt: skip
-                memory = training_memory(family, trainer, dtype=dtype, lora=lora)
-            except (UsageError, ValueError):
-                break
+            trainer = TrainerConfig(
+                world_size=gpus, tensor_parallel=tp, pipeline_parallel=pp, expert_parallel=ep, sequence_parallel=tp > 1,
+                distributed_optimizer=distributed, recompute=recompute, max_tokens_per_micro_batch=tokens,
+                logprob_tokens_per_micro_batch=logprob_tokens,
+            )  # fmt: skip
+            memory = training_memory(family, trainer, dtype=dtype, lora=lora)
             if memory.total <= USED * gpu_bytes:
                 return trainer, memory
-            if memory.state > USED * gpu_bytes:  # which no recomputation makes smaller
-                break
     return None
 
 
@@ -298,9 +326,10 @@ def reduced_bytes(family: Family, layout: ParallelLayout, *, dtype: str) -> int:
     gradients once in float32 (a reduce-scatter), and the parameters once (an all-gather). Of the rank that sends
     most."""
 
-    def of(parameter: Parameter) -> float:
-        replicas = layout.replica_size // layout.ep if parameter.expert is not None else layout.replica_size
-        size = math.prod(parameter.shard_shape(layout.tp))
-        return (4 + _item(dtype)) * size * (replicas - 1) / replicas
+    item, experts, replicas = _item(dtype), family.num_experts // layout.ep, layout.replica_size
 
-    return int(max(sum(map(of, _held(family, family.parameters, layout, stage))) for stage in range(layout.pp)))
+    def sent(numbers: int, replicas: int) -> float:
+        return (4 + item) * numbers * (replicas - 1) / replicas
+
+    held = [_held(family, layout, stage) for stage in range(layout.pp)]
+    return int(max(sent(x.model + x.fixed, replicas) + sent(experts * x.expert, replicas // layout.ep) for x in held))

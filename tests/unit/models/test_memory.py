@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 
 import pytest
 
 from benchmarks.trainer_speed import SHAPES
 from rltool.cli import main
+from rltool.config.parallel import ParallelLayout
 from rltool.config.sections import LoraConfig, TrainerConfig
 from rltool.errors import UsageError
+from rltool.models.base import Parameter
 from rltool.models.estimate import Asked, estimate
-from rltool.models.memory import GIB, USED, engine_bytes, fitting_layout, parameters_of, training_memory
+from rltool.models.memory import (
+    GIB,
+    USED,
+    engine_bytes,
+    fitting_layout,
+    parameters_of,
+    rank_state,
+    training_memory,
+)
 from rltool.models.registry import FAMILIES, family_for
 from tests.unit.models.test_models_families import hf_config, latent_config
 
@@ -112,6 +124,36 @@ def test_with_adapters_the_model_has_weights_alone_and_a_7b_trains_on_one_gpu_of
 def test_experts_are_spread_where_they_do_not_fit_otherwise():
     trainer, _ = fitting_layout(family_of("30B-A3B", num_hidden_layers=48), gpus=8, gpu_bytes=141 * GIB, tokens=16384)
     assert trainer.expert_parallel * trainer.tensor_parallel * trainer.pipeline_parallel > 1
+
+
+def test_stages_and_ranks_hold_each_tensor_once_and_the_embedding_of_a_tied_model_at_both_ends():
+    family, layout = family_of("30B-A3B"), ParallelLayout(16, tp=2, pp=4, ep=2)
+    found = [rank_state(family, layout, stage, dtype="bfloat16", distributed=True) for stage in range(4)]
+    sizes = [(math.prod(p.shard_shape(2)), p.expert is not None) for p in family.parameters]
+    dense, experts = (sum(size for size, of_expert in sizes if of_expert == kind) for kind in (False, True))
+    dense += 2048 * 151936 // 2
+    assert sum(memory.weights for memory in found) == 2 * (dense + experts // 2)
+    assert sum(memory.gradients for memory in found) == 4 * (dense + experts // 2)
+    # Two replicas share the rest, and of an expert there is one.
+    assert sum(memory.optimizer for memory in found) == 12 * (dense // 2 + experts // 2)
+
+
+def test_a_search_that_finds_nothing_looks_at_the_tensors_once_for_each_cut_of_them(monkeypatch):
+    """It took 40 s for all sizes of a cluster when each cut and stage counted all experts again."""
+    family, looks, shard_shape = family_of("30B-A3B", num_hidden_layers=48), Counter(), Parameter.shard_shape
+    monkeypatch.setattr(Parameter, "shard_shape", lambda p, tp: looks.update([tp]) or shard_shape(p, tp))
+    for gpus in (8, 96, 768, 8192):
+        assert fitting_layout(family, gpus=gpus, gpu_bytes=2 * GIB, tokens=16384) is None
+    assert looks.keys() == {1, 2, 4}
+    assert set(looks.values()) == {sum(not parameter.expert for parameter in family.parameters)}
+
+
+def test_adapters_that_a_model_cannot_have_are_no_lack_of_memory():
+    family = family_of("gpt-oss-20b")
+    with pytest.raises(UsageError, match="experts of GptOssForCausalLM are one tensor"):
+        fitting_layout(family, gpus=8, gpu_bytes=80 * GIB, tokens=16384, lora=LoraConfig(rank=8))
+    lora = LoraConfig(rank=8, targets=("qkv", "proj"))
+    assert fitting_layout(family, gpus=8, gpu_bytes=80 * GIB, tokens=16384, lora=lora) is not None
 
 
 def test_an_engines_cache_is_of_what_its_attention_keeps():

@@ -209,8 +209,8 @@ def test_the_bottleneck_is_what_takes_longest_or_what_does_not_fit():
     assert broken.bottleneck == broken.problems[0]
     assert "no layout of 8 ranks fits GPUs of 40 GiB" in broken.bottleneck and broken.bottleneck.endswith("16 do")
     assert "where nothing is trained" not in broken.bottleneck
-    larger = plan_of("30B-A3B", "trainer.logprob_tokens_per_micro_batch=65536", hosts=2, gpu_gib=40)
-    assert "tokens a micro-batch (65,536 where nothing is trained)" in larger.bottleneck
+    larger = plan_of("30B-A3B", "trainer.logprob_tokens_per_micro_batch=9000000", hosts=2)
+    assert "tokens a micro-batch (9,000,000 where nothing is trained); up to 8192 do not" in larger.bottleneck
     given = plan_of("30B-A3B", "trainer.expert_parallel=2", hosts=2)
     assert "do not fit 80 GiB" in given.bottleneck and "most are" in given.bottleneck
 
