@@ -10,14 +10,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from rltool.algorithms.batch import Ragged, Wide, fetched
+from rltool.algorithms.fields import fields_of
 from rltool.config.sections import ModelConfig, TrainerConfig
 from rltool.config.train import TrainConfig
-from rltool.training.ranks.sharding import Sharder
+from rltool.training.ranks.sharding import Sharder, Shards
+from tests.declared import Store
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, plain_kernels, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
 
-LENGTHS = [5, 17, 2, 9, 12, 3, 8, 8]
+LENGTHS, TEMPERATURE = [5, 17, 2, 9, 12, 3, 8, 8], 0.7
 
 
 def tensors(trainer) -> dict[str, torch.Tensor] | None:
@@ -109,26 +112,56 @@ def case_exact(place, path, batch, exact):
         return logprobs, gradients, sorted({type(module).__name__ for module in trainer.gpt.modules()})
 
 
-def case_cuts(place, path, batch, sizes, exact):
-    """With micro-batches as training has them, and with those of passes that train nothing: how many there are, and
-    the log-probabilities in the order of the batch."""
-    if exact:
+def case_cuts(place, path, batch, options):
+    """With micro-batches as training has them, and with those of passes that train nothing, wide fields by reference:
+    where this rank stands, the cut, and the log-probabilities of this rank's micro-batches."""
+    if options.get("algorithm", {}).get("exact"):
         plain_kernels()
+    store = Store()
+    batch = by_reference(batch, store.put)
+    longest, total = int(batch.lengths.max()), len(batch.tokens)
     config = TrainConfig(
         model=ModelConfig(path=path),
         trainer=TrainerConfig(
-            world_size=place.world_size, pipeline_parallel=sizes.get("pp", 1), context_parallel=sizes.get("cp", 1),
-            max_tokens_per_micro_batch=64, logprob_tokens_per_micro_batch=256, **sizes.get("trainer", {}),
+            world_size=place.world_size, tensor_parallel=options.get("tp", 1), pipeline_parallel=options.get("pp", 1),
+            context_parallel=options.get("cp", 1), max_tokens_per_micro_batch=longest,
+            logprob_tokens_per_micro_batch=total, **options.get("trainer", {}),
         ),
         sampling={"max_prompt_tokens": 1, "max_response_tokens": 1},
     )  # fmt: skip
-    with closing(make_trainer(place, path, temperature=0.7, algorithm={"exact": exact}, **sizes)) as trainer:
+    with closing(make_trainer(place, path, **{"temperature": TEMPERATURE} | options)) as trainer:
         found = []
         for forward_only in (False, True):
             shards = Sharder(config).shard(batch, forward_only=forward_only)
-            rows = trainer.compute_logprobs(shards.micro_batches(0))
-            found.append((len(shards.plan[0]), rows and shards.in_order([trainer.coordinates], [rows])))
+            own = fetched(shards.micro_batches(trainer.coordinates.dp_rank), store.get)
+            found.append((trainer.coordinates, shards.plan, trainer.compute_logprobs(own)))
         return found
+
+
+def by_reference(batch, put):
+    """The batch as a rollout manager sends it. Rows are as long as the sample's own longest."""
+    fields = {name: item for name, item in fields_of(batch).items() if item.wide and getattr(batch, name) is not None}
+    samples = [batch.select([i]) for i in range(batch.num_samples)]
+
+    def row(value, item):
+        if isinstance(value, Ragged):
+            return value.values.numpy()
+        return value[:, (value != item.filler(value.dtype)).any(0)].numpy()
+
+    rows = {name: [row(getattr(own, name), item) for own in samples] for name, item in fields.items()}
+    return batch.replace(**dict.fromkeys(fields), wide=(Wide.of(rows, put),)) if fields else batch
+
+
+def logprobs_of_both_cuts(ranks, world, path, batch, options):
+    """[T] with the larger micro-batches, where nothing is trained, once they are those with training's."""
+    results = ranks.run(case_cuts, world, path, batch, options)
+    (cuts, expected), (joined, found) = (
+        (plans[0], Shards(batch, plans[0]).in_order(coordinates, rows))
+        for coordinates, plans, rows in (zip(*given, strict=True) for given in zip(*results, strict=True))
+    )
+    assert all(len(of_rank) == 1 for of_rank in joined) and len(cuts[0]) > 1
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    return found
 
 
 def case_differing_layer(place, path, directory, tokens, spoilt):
@@ -208,18 +241,44 @@ def test_logprobs_equal_those_of_transformers(ranks, tmp_path, kind, tied):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "exact"),
-    [({}, False), ({}, True), ({"pp": 2}, False), ({"cp": 2}, False), ({"trainer": {"shared_prefixes": True}}, False)],
-    ids=str,
-)
-def test_larger_micro_batches_where_nothing_is_trained_give_the_same_logprobs(ranks, tmp_path, sizes, exact):
+SHARED = {"trainer": {"shared_prefixes": True}}
+
+
+@pytest.mark.parametrize("options", [{}, {"algorithm": {"exact": True}}, {"pp": 2}, {"cp": 2}, SHARED], ids=str)
+def test_larger_micro_batches_where_nothing_is_trained_give_the_same_logprobs(ranks, tmp_path, options):
     path, batch = save_hf(tmp_path), policy_batch([n for n in LENGTHS for _ in range(4)])
     batch.tokens[batch.lengths.cumsum(0) - batch.lengths] = 1  # something to share
-    results = ranks.run(case_cuts, 2 if "pp" in sizes or "cp" in sizes else 1, path, batch, sizes, exact)
-    [((cuts, expected), (joined, found))] = [given for given in results if given[0][1] is not None]
-    assert joined == 1 < cuts
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    logprobs_of_both_cuts(ranks, 2 if options.keys() & {"pp", "cp"} else 1, path, batch, options)
+
+
+@pytest.mark.parametrize("options", [{}, {"cp": 2}, SHARED], ids=str)
+def test_in_larger_micro_batches_a_token_is_one_of_those_that_sampling_left_and_of_the_ids_that_are_asked(
+    ranks, tmp_path, options
+):
+    """Each sample has a number of its own of tokens to choose from, also where two have tokens in common."""
+    path, model, batch = save_hf(tmp_path), hf_model("qwen2", True), policy_batch(LENGTHS)
+    rows = batch.tokens.split(LENGTHS)
+    rows[4][:10], rows[6][:] = rows[1][:10], rows[7]
+    generator = torch.Generator().manual_seed(3)
+    left = torch.full((len(batch.tokens), 9), -1, dtype=torch.int32)
+    asked = torch.randint(0, VOCAB, batch.tokens.shape, generator=generator)
+    masked, wanted, start = [], [], 0
+    for number, tokens in enumerate(batch.tokens.split(batch.lengths.tolist())):
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0].float() / TEMPERATURE
+        for at in range(1, len(tokens)):
+            others = torch.randperm(VOCAB, generator=generator)
+            kept = torch.cat([tokens[at : at + 1], others[others != tokens[at]][: 1 + number]])
+            if batch.loss_mask[start + at]:
+                left[start + at, : len(kept)] = kept
+                masked.append((start + at, logits[at - 1, kept].log_softmax(0)[0]))
+            wanted.append((start + at, logits[at - 1].log_softmax(0)[asked[start + at]]))
+        start += len(tokens)
+    world = 2 if "cp" in options else 1
+    for changes, expected in (({"sampling_mask": left}, masked), ({"target_ids": asked}, wanted)):
+        found = logprobs_of_both_cuts(ranks, world, path, batch.replace(**changes), options)
+        rows, values = zip(*expected, strict=True)
+        torch.testing.assert_close(found[list(rows)], torch.stack(values), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -34,6 +34,7 @@ from tests.e2e.engines import serving_sglang, serving_vllm
 from tests.e2e.job import Job
 from tests.e2e.megatron_models import hf_model, make_trainer, save_as_released
 from tests.e2e.pictures import PAD, batch_with_pictures, hf_picture_logprobs, picture, save_model
+from tests.e2e.test_megatron_trainer import logprobs_of_both_cuts
 from tests.e2e.test_model_families import case, on_disk
 from tests.e2e.weights import Sender, tensors_of
 
@@ -106,6 +107,16 @@ def test_logprobs_and_gradients_of_samples_with_pictures_are_those_of_transforme
     for name, gradient in gradients.items():
         error = (results[0][4][name] - gradient).norm()
         assert error <= 1e-5 * max(gradient.norm(), 0.01 * norm), f"gradient of {name} is off by {error}"
+
+
+@pytest.mark.parametrize("expected", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=str)
+def test_in_larger_micro_batches_where_nothing_is_trained_each_sample_sees_its_own_pictures(
+    ranks, expected, world, layout
+):
+    path, batch, logprobs, *_ = expected
+    found = logprobs_of_both_cuts(ranks, world, path, batch, {**layout, "temperature": 1.0})
+    torch.testing.assert_close(found, logprobs, rtol=0, atol=1e-5)
 
 
 def case_refused(place, path, batch):

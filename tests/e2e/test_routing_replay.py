@@ -13,6 +13,7 @@ from torch import Tensor
 from rltool.megatron.routing_replay import ReplayedRouter
 from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 from tests.e2e.megatron_ranks import CaseFailed
+from tests.e2e.test_megatron_trainer import TEMPERATURE, logprobs_of_both_cuts
 from tests.e2e.test_parallelism import LENGTHS, OPTIONS, assert_same_gradients, own_micro_batches
 
 pytestmark = pytest.mark.e2e
@@ -259,6 +260,17 @@ def test_a_models_own_routing_replayed_is_training_without_replay_bit_by_bit(ran
         assert (metrics, weights) == (measured, same)
         assert (logprobs is None) == (again is None)
         assert all(torch.equal(a, b) for a, b in zip(logprobs or [], again or [], strict=True))
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("layout", ["one rank", "DP2", "EP2", "PP2", "CP2", "TP2 with sequence parallelism"])
+def test_larger_micro_batches_where_nothing_is_trained_replay_the_experts_of_each_sample(ranks, model, layout):
+    (path, reference), (world, settings) = model, LAYOUTS[layout]
+    batch = policy_batch([n for n in LENGTHS for _ in range(2)])
+    routed = with_routing(batch, random_experts(reference, batch))
+    options = {"algorithm": {"routing_replay": True}, **settings}
+    found = logprobs_of_both_cuts(ranks, world, path, routed, options)
+    torch.testing.assert_close(found, forced_logprobs(reference, routed, TEMPERATURE), rtol=0, atol=2e-5)
 
 
 def test_one_other_expert_for_one_token_changes_what_follows_it_and_nothing_else(ranks, model, alone):
