@@ -116,6 +116,12 @@ def hint(status: int) -> str:
     return ""
 
 
+def says_paused(error: EngineError) -> bool:
+    """Whether an engine refused a request because it is paused: a vLLM since 0.33 without rltool's plugin, with mode
+    "abort" or "wait" (v1/engine/core.py, _reject_add_while_paused). Others have it wait."""
+    return "Generation is paused" in str(error)
+
+
 def decode(text: str) -> Any:
     if not text:
         return None

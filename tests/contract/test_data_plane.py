@@ -16,7 +16,7 @@ from rltool.engines.dialects.table import dialect
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Fleet, State
-from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams
+from rltool.engines.types import BOOT_ID_HEADER, Completion, GenerateRequest, SamplingParams, TokenStream
 from rltool.engines.weight_version import Lineage
 from rltool.errors import EngineRejected, EngineTimedOut
 from rltool.rollout.serving import data_plane
@@ -368,6 +368,35 @@ def test_a_request_that_engines_fail_on_while_they_serve_others_is_given_up(two)
             assert "failed 3 times" in text and "answered 500" in text
             assert f"{two[0].url} is" in text and f"{two[1].url} is dead (killed by the kernel)" in text
             assert r.plane.in_flight == 0 and r.plane.counts["poisonous_requests"] == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_requests_that_paused_engines_refuse_go_on_after_the_pause_and_are_nobodys_fault(
+    stack, monkeypatch, streamed
+):
+    """A vLLM 0.33 without the plugin, for requests that are on their way when the pause comes."""
+    monkeypatch.setattr(data_plane, "RETRY_SECONDS", 0.01)
+    engines = [stack.enter_context(FakeVllm(plugin=False)) for _ in range(3)]
+
+    async def run():
+        async with rig(*engines) as r:
+            for engine in engines:
+                engine.engine_version = "0.33.0"
+                await r.client.run(r.endpoints[engine.url], dialect("vllm").pause("abort"), timeout=LONG)
+            tasks = [
+                asyncio.create_task(
+                    r.plane.generate(request(number), stream=TokenStream(lambda piece: None) if streamed else None)
+                )
+                for number in range(6)
+            ]
+            await until(lambda: min(r.generated()) > 3, "all refuse them")
+            for engine in engines:
+                await r.client.run(r.endpoints[engine.url], dialect("vllm").resume(), timeout=LONG)
+            assert {completion.finish_reason for task in tasks for completion in await task} == {"length"}
+            assert {r.state(engine) for engine in engines} == {State.READY}
+            assert r.plane.counts.total() == 0
 
     asyncio.run(run())
 

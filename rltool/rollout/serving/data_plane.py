@@ -34,6 +34,7 @@ from rltool.engines.fleet import disaggregation
 from rltool.engines.fleet.disaggregation import CacheOutdated, PrefillFailed
 from rltool.engines.fleet.engine_set import EngineSet
 from rltool.engines.fleet.fleet import Member, State
+from rltool.engines.replies import says_paused
 from rltool.engines.types import ROUTING_KEY_HEADER, TEXT_ALONE, Completion, GenerateRequest, TokenStream, VersionSpan
 from rltool.engines.weight_version import WeightVersion
 from rltool.errors import EngineError, EngineRejected, EngineTimedOut, EngineUnreachable, UsageError
@@ -81,7 +82,7 @@ def _all_of(completion: Completion, version: WeightVersion) -> Completion:
 
 
 class _NotItsFault(EngineError):
-    """A failure that is not the request's fault: the engine holds the wrong weights."""
+    """A failure that is not the request's fault: the engine holds the wrong weights, or is paused."""
 
 
 class BrokenStream(EngineError):
@@ -425,6 +426,8 @@ class DataPlane:
             except CacheOutdated as error:
                 raise _NotItsFault(str(error)) from error
             except EngineError as error:
+                if says_paused(error):
+                    raise _NotItsFault(str(error)) from error
                 known = error.named("deadlines.generate") if isinstance(error, EngineTimedOut) else error
                 self._failed(attempt, known)
                 raise known from error.__cause__

@@ -52,7 +52,8 @@ class FakeVllm(FakeServer):
     """Knobs are attributes, to be set at any time.
 
     model_id, vocab_size, dtype, world_size, max_model_len, max_num_seqs, engine_version, plugin_protocol: what probes
-    find. plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id.
+    find. plugin: False is a stock server in development mode, which has no /generate, /rltool/info or boot id, and as
+    0.33 refuses what comes while it is paused.
     missing_logprobs: replies without them; wrong_count: one choice too few; sentinel_logprob: vLLM's stand-in for a
     missing value. role: that of its endpoint; kv_connector: it keeps KV caches for others; fetched: where those that it
     was told to fetch lie. routing: of a mixture of experts whose choices it returns (--enable-return-routed-experts).
@@ -77,6 +78,7 @@ class FakeVllm(FakeServer):
         self.exact = False
         self.max_num_seqs = 64
         self.engine_version = "0.32.0"
+        self.refuses_new = False
         self.weight_backend = "rltool" if plugin else "nccl"
         self.missing_logprobs = False
         self.wrong_count = False
@@ -362,6 +364,10 @@ class FakeVllm(FakeServer):
 
     async def _generate(self, recorded: Recorded) -> web.Response:
         status, reply = await self._sample(recorded.body)
+        if recorded.body.get("stream") and status in (200, 503):  # all at once
+            return web.Response(
+                text=f"data: {json.dumps(reply)}\n\ndata: [DONE]\n\n", content_type="text/event-stream"
+            )
         return web.json_response(reply, status=status)
 
     async def _generate_arrays(self, recorded: Recorded) -> web.Response:
@@ -473,6 +479,9 @@ class FakeVllm(FakeServer):
                 f"The decoder prompt (length {len(ids)}) is longer than the maximum model length of "
                 f"{self.max_model_len}."
             )
+        if self.refuses_new:
+            message = "Generation is paused. Please retry after it resumes."
+            return 503, {"error": {"message": message, "type": "ServiceUnavailableError", "param": None, "code": 503}}
         if self.asleep and not self.batch.paused:
             return _engine_died()
         limit = min(sampling["max_tokens"], self.max_model_len - len(ids))
@@ -572,6 +581,8 @@ class FakeVllm(FakeServer):
                 await self.batch.abort_all()
             case _:
                 return web.json_response(_refusal("Input should be 'abort', 'wait' or 'keep'")[1], status=400)
+        since_033 = not self.plugin and self.engine_version >= "0.33"
+        self.refuses_new = since_033 and recorded.query.get("mode", "abort") != "keep"
         return web.json_response({"status": "paused"})
 
     async def _abort_requests(self, recorded: Recorded) -> web.Response:
@@ -583,6 +594,7 @@ class FakeVllm(FakeServer):
 
     async def _resume(self, _) -> web.Response:
         self._end_unfinished_update()
+        self.refuses_new = False
         self.batch.resume()
         return web.json_response({"status": "resumed"})
 
