@@ -118,7 +118,7 @@ def serve_engines(
     lora_slots: Annotated[int | None, typer.Option(help="Adapters that each holds at a time (default: 4).")] = None,
     quantization: Annotated[
         Literal["none", "fp8"] | None,
-        typer.Option(help="fp8: linear layers are quantised when loaded (vLLM), for engines.quantization = fp8."),
+        typer.Option(help="fp8: linear layers are quantised, SGLang's in a copy, for engines.quantization = fp8."),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="vLLM's batch-invariant kernels, for runs with algorithm.exact.")

@@ -150,7 +150,7 @@ MANAGED = ["model.path=/m", 'engines.mode="managed"', 'engines.quantization="fp8
         (['engines.groups=[{weight_backend="nccl"}]'], 'weight_backend = "rltool"'),
         (['engines.groups=[{flags=["--load_format","dummy"]}]'], "sets --load_format"),
         (['engines.groups=[{flags=["--hf-overrides={}"]}]'], "sets --hf-overrides"),
-        (['engines.groups=[{engine="sglang",flags=["--json-model-override-args","{}"]}]'], "sets --json-model-override"),
+        (['engines.groups=[{engine="sglang",flags=["--json-model-override-args={}"]}]'], "sets --json-model-overr"),
     ],
 )
 def test_what_contradicts_fp8_is_refused(sets, message):
@@ -173,9 +173,9 @@ def plain(directory, tmp_path):
 def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_once(plain, tmp_path):
     path, family = plain
     run = RunDirectory(tmp_path / "runs" / "one")
-    groups = [{"name": "a", "gpus": [0]}, {"name": "b", "engine": "sglang", "gpus": [1]}]
-    sets = [f"model.path={path}", 'engines.quantization="fp8"', f"engines.groups={json.dumps(groups).replace(':', '=')}"]
-    order = order_of_run(load_config(TrainConfig, [], [*sets, "engines.external=[]"], rules=()).config, run)
+    groups = 'engines.groups=[{name="a",gpus=[0]},{name="b",engine="sglang",gpus=[1]}]'
+    sets = [f"model.path={path}", 'engines.quantization="fp8"', groups]
+    order = order_of_run(load_config(TrainConfig, [], sets, rules=()).config, run)
     assert order.reads_quantized(POLICY)
     copy = order.models[POLICY].quantised
     assert copy is not None and copy.parent == run.quantized_dir and not run.path.exists()
