@@ -40,8 +40,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rltool(work: Path) -> Rltool:
-    def call(*words: str) -> str:
-        environment = {**os.environ, "RLTOOL_RUNS": str(work / "runs"), "HF_HUB_OFFLINE": "1"}
+    def call(*words: str, runs: str = "runs") -> str:
+        environment = {**os.environ, "RLTOOL_RUNS": str(work / runs), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "rltool", *words]
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -129,7 +129,7 @@ def train_and_compare(
 
 
 SGLANG = (
-    "--mem-fraction-static", "0.08", "--max-total-tokens", "65536", "--max-running-requests", "64",
+    "--mem-fraction-static", "0.5", "--max-total-tokens", "65536", "--max-running-requests", "64",
     "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph",
     "--mm-feature-transport", "cpu",
 )  # fmt: skip
@@ -139,13 +139,15 @@ SAME_KERNELS = 1e-3
 one: the same kernels run in the same shapes, so 0 is expected; one rounding of a bf16 logit is 16 times as much."""
 
 
-def sglang(work: Path, rltool: Rltool, model: Path, run: str, *options: str) -> Iterator[str]:
-    words = ("serve-engines", str(model), "--engine", "sglang", "--engine-python", str(sglang_python()), "--run", run)
-    rltool(*words, "--max-model-len", "128", "--no-join", "--detach", *options, "--", *SGLANG)
+def sglang(work: Path, rltool: Rltool, model: Path, runs: str, *options: str) -> Iterator[str]:
+    """runs: for two engines on one GPU, a directory of runs for each, which do not know of each other."""
+    words = ("serve-engines", str(model), "--engine", "sglang", "--engine-python", str(sglang_python()), "--run", "fp8")
+    more = ("--max-model-len", "128", "--dtype", "bfloat16", "--no-join", "--detach", *options, "--", *SGLANG)
+    rltool(*words, *more, runs=runs)
     try:
-        yield f"@{work}/runs/{run}/endpoints.json"
+        yield f"@{work}/{runs}/fp8/endpoints.json"
     finally:
-        rltool("stop", "--run", run)
+        rltool("stop", "--run", "fp8", runs=runs)
 
 
 def scores(endpoints: str) -> list[float]:
@@ -180,10 +182,10 @@ def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
     if torch.cuda.device_count() <= int(gpu):
         pytest.skip("needs two GPUs")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself
-    serving = sglang(work, rltool, model, f"fp8-{transport}", "--quantization", "fp8", "--gpus", gpu)
+    serving = sglang(work, rltool, model, f"synced-{transport}", "--quantization", "fp8", "--gpus", gpu)
     endpoints = next(serving)
     try:
-        [copy] = (work / f"runs/fp8-{transport}/quantized").iterdir()
+        [copy] = (work / f"synced-{transport}/fp8/quantized").iterdir()
         assert (copy / "tokenizer.json").exists()
         before, name = scores(endpoints), f"to-sglang-{transport}"
         rltool("init", f"{name}.toml")
@@ -204,7 +206,7 @@ def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
         assert all(math.isfinite(step["train/mismatch_kl"]) for step in steps)
         assert max(step["train/mismatch_kl"] for step in steps) < 0.2
         (checkpoint,), written = (run / "checkpoints").glob("step_*"), work / f"written-{transport}"
-        rltool("convert-ckpt", str(checkpoint), str(written), "--to", "hf", "--quantization", "fp8")
+        rltool("convert-ckpt", str(checkpoint), str(written), "--to", "hf", "--quantization", "fp8", "--no-verify")
         other = sglang(work, rltool, written, f"fresh-{transport}", "--gpus", gpu)
         fresh = next(other)
         try:
