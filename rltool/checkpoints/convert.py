@@ -6,6 +6,7 @@ Parameter by parameter: at no time is more than a layer in memory, so that a mod
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -147,6 +148,22 @@ def to_fp8(
             dtype = chosen_dtype(manifests.read(source).dtype)
             write(TorchDistReader(ShardedLayout(family, dtype, runtime), source / STATE).read)
     return summary(family.architecture, plan, started, source, checked)
+
+
+def fp8_copy(source: Path, root: Path) -> Path:
+    """Where below `root` the Hugging Face directory `source` lies in FP8, once `write_fp8_copy` has written it: another
+    place for other files, or other times of them."""
+    source = source.absolute()
+    files = sorted((path.name, path.stat()) for path in source.iterdir() if path.suffix in (".json", ".safetensors"))
+    facts = [str(source), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in files)]
+    return root / f"{source.name}-fp8-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:8]}"
+
+
+def write_fp8_copy(source: Path, target: Path, *, own: str | None, report: Report) -> None:
+    """`to_fp8`, unless that was done."""
+    if not target.exists():
+        report(f"writing {source} in FP8 to {target}")
+        to_fp8(source, target, verify=False, own=own)
 
 
 def _check_no_run(source: Path) -> None:

@@ -28,7 +28,7 @@ def convert_ckpt(
     base: Annotated[Path | None, typer.Option(help="With --merge: the adapters' model, if it was moved.")] = None,
     quantization: Annotated[
         Literal["fp8"] | None,
-        typer.Option(help="With --to hf: linear layers in FP8, blocks of 128 x 128, for vLLM to serve."),
+        typer.Option(help="With --to hf: linear layers in FP8, blocks of 128 x 128, for engines to serve."),
     ] = None,
     verify: Annotated[bool, typer.Option(help="Compare every tensor, and the logits with transformers'.")] = True,
 ) -> None:

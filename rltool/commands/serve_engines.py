@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from rich.table import Table
 from rltool.config.loader import load_config
 from rltool.config.serve import POLICY, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
+from rltool.engines.dialects.table import launches
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.joining import join, leave, users_of_engines
 from rltool.engines.launch.engine_process import engine_spec
@@ -116,7 +118,7 @@ def serve_engines(
     lora_slots: Annotated[int | None, typer.Option(help="Adapters that each holds at a time (default: 4).")] = None,
     quantization: Annotated[
         Literal["none", "fp8"] | None,
-        typer.Option(help="fp8: linear layers are quantised when loaded (vLLM), for engines.quantization = fp8."),
+        typer.Option(help="fp8: linear layers are quantised, SGLang's in a copy, for engines.quantization = fp8."),
     ] = None,
     exact: Annotated[
         bool, typer.Option("--exact", help="vLLM's batch-invariant kernels, for runs with algorithm.exact.")
@@ -165,7 +167,7 @@ def serve_engines(
         "max_restarts": ("--max-restarts", max_restarts),
         "extra_args": ("--", engine_flags(engine_args or []) or None),
     }
-    order = _order(config or [], flags)
+    order, in_fp8 = _order(config or [], flags)
     if dry:
         directory = plan_run("NEW-RUN" if run is None else run)
         check_writable(directory)
@@ -173,6 +175,8 @@ def serve_engines(
         return
     check_order(order)
     directory = open_run(run, create=True)
+    if in_fp8 is not None and order.reads_quantized(in_fp8.model):
+        order = in_fp8.copied(order, directory)
 
     def bring_up(group: ProcessGroup) -> None:
         _announce(order, directory)
@@ -194,36 +198,53 @@ def serve_engines(
     raise typer.Exit(code)
 
 
-def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> Order:
-    """The engines of the files' groups, or those that the flags describe."""
+@dataclass(frozen=True)
+class _InFp8:
+    """The model that is served in FP8. own: its family, where that is the user's."""
+
+    model: str
+    own: str | None
+
+    def order(self, order: Order) -> Order:
+        from rltool.megatron.fp8 import quantization_config
+        from rltool.models.quantized import AS_BFLOAT16, format_of
+        from rltool.models.registry import family_for, read_hf_config
+
+        path = order.models[self.model].path
+        config = read_hf_config(path)
+        if (found := format_of(config)) is not None:
+            raise UsageError(f"--quantization fp8: {path} is in {found} already; {AS_BFLOAT16}, or leave the flag out")
+        return order.quantized(self.model, quantization_config(family_for(config, self.own)))
+
+    def copied(self, order: Order, run: RunDirectory) -> Order:
+        """With the directory that engines read which quantise nothing themselves; it is written."""
+        from rltool.checkpoints.convert import fp8_copy, write_fp8_copy
+
+        model = order.models[self.model]
+        assert model.quantization is not None, "of `order`"
+        copy = fp8_copy(model.path, run.quantized_dir)
+        write_fp8_copy(model.path, copy, own=self.own, report=_log)
+        return order.quantized(self.model, model.quantization, copy)
+
+
+def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> tuple[Order, _InFp8 | None]:
+    """The engines of the files' groups, or those that the flags describe; and what of them is in FP8."""
     given = [flag for flag, value in flags.values() if value is not None]
     if files:
         if given:
             raise UsageError(f"--config and {', '.join(given)}: set that in the file, for each group")
         found = with_local_models(load_config(TrainConfig, files, rules=()).config)
         order = order_of_file(found)
-        if found.engines.quantization == "fp8":
-            order = _in_fp8(order, POLICY, found.model.family)
-        return order
+        in_fp8 = _InFp8(POLICY, found.model.family) if found.engines.quantization == "fp8" else None
+        return (order if in_fp8 is None else in_fp8.order(order)), in_fp8
     if flags["model"][1] is None:
         raise UsageError(
             "give MODEL, a Hugging Face model directory or a name of the hub, or --config FILE with [[engines.groups]]"
         )
     config = load_config(ServeConfig, flags=flags).config
     order = order_of_flags(config.model_copy(update={"model": local_model(config.model, setting="MODEL")}))
-    return order if config.quantization == "none" else _in_fp8(order, config.served_name, None)
-
-
-def _in_fp8(order: Order, model: str, own: str | None) -> Order:
-    from rltool.megatron.fp8 import quantization_config
-    from rltool.models.quantized import AS_BFLOAT16, format_of
-    from rltool.models.registry import family_for, read_hf_config
-
-    path = order.models[model].path
-    config = read_hf_config(path)
-    if (found := format_of(config)) is not None:
-        raise UsageError(f"--quantization fp8: {path} is in {found} already; {AS_BFLOAT16}, or leave the flag out")
-    return order.quantized(model, quantization_config(family_for(config, own)))
+    in_fp8 = None if config.quantization == "none" else _InFp8(config.served_name, None)
+    return (order if in_fp8 is None else in_fp8.order(order)), in_fp8
 
 
 def _log(line: str) -> None:
@@ -285,6 +306,8 @@ def _print_dry_run(order: Order, run: RunDirectory) -> None:
         _log(line)
     for launch in plan.launches:
         _print_launch(launch)
+        if launch.quantization is not None and not launches(launch.engine).quantises:
+            _log(f"  with a copy of {launch.model} in FP8, written to {run.quantized_dir}")
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow")
     console.print("dry run: nothing was started")

@@ -9,8 +9,8 @@ from rltool.config.rollout import WeightsConfig
 from rltool.config.sections import Sections
 from rltool.config.serve import POLICY
 
-SET_BY_FP8 = ("--hf-overrides", "--quantization", "-q", "--load-format", "--config")
-"""Flags of vLLM."""
+SET_BY_FP8 = ("--hf-overrides", "--json-model-override-args", "--quantization", "-q", "--load-format", "--config")
+"""Flags of engines."""
 
 
 def check_engines(config: Sections) -> None:

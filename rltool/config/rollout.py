@@ -49,7 +49,7 @@ class EnginesConfig(Config):
     restart_backoff: float = Field(default=1.0, gt=0)
     """See max_restarts: seconds before the first restart of one, doubled with each that follows, 60 at most."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: the policy's engines (vLLM) have linear layers in FP8 with blocks of 128 x 128, and each sync sends them so:
+    """fp8: the policy's engines have linear layers in FP8 with blocks of 128 x 128, and each sync sends them so:
     half the bytes. Engines that the run does not start need serve-engines --quantization fp8."""
     groups: tuple[EngineGroup, ...] = ()
     """The engines that serve-engines --config and, where mode is managed or colocate, train start; see below."""

@@ -50,6 +50,11 @@ class RunDirectory:
         return self.path / "state"
 
     @property
+    def quantized_dir(self) -> Path:
+        """Models as engines read them that quantise nothing themselves."""
+        return self.path / "quantized"
+
+    @property
     def key_file(self) -> Path:
         """The bearer key of the run's engines and router; ensure_key() writes it."""
         return self.state_dir / "key"

@@ -83,7 +83,8 @@ class SenderOptions:
     device: the trainer's own; deadline: seconds for joining, and then for each bucket (DeadlinesConfig.bucket);
     directory: of this run alone, for transports that leave files; model_files: the trainer's model, whose *.json go
     with those files; gpu: UUID of the rank's own, "" without one; largest_bucket, all_buckets: bytes; encoder: with
-    weights.delta, what has changed; peft: ExportPlan.peft; part: what the rank holds, with weights.sharded.
+    weights.delta, what has changed; peft, quantization: of the ExportPlan; part: what the rank holds, with
+    weights.sharded.
     """
 
     group: str
@@ -98,6 +99,7 @@ class SenderOptions:
     peft: Mapping[str, Any] | None = None
     all_buckets: int = 0
     part: OwnPart | None = None
+    quantization: Mapping[str, Any] | None = None
 
 
 class Work(Protocol):

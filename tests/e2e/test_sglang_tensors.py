@@ -15,7 +15,10 @@ from tests.e2e.engines import sglang_python
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
-BUCKET = (TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "bfloat16", (5,)))
+BUCKET = (
+    TensorMeta("a", "bfloat16", (2, 3)), TensorMeta("b", "bfloat16", (4,)), TensorMeta("c", "float8_e4m3fn", (2, 4)),
+    TensorMeta("c_scale_inv", "float32", (1, 1)),
+)  # fmt: skip
 READER = """
 import json, sys
 import torch
@@ -57,5 +60,7 @@ def test_sglang_reads_the_bucket_that_is_made_without_it():
     assert (found["device"], found["handle"], found["bytes"]) == ("8f6e-01", handle.hex(), 100)
     assert found["tensors"] == [
         ["a", "torch.bfloat16", [2, 3], list(range(12))],
-        ["b", "torch.bfloat16", [5], list(range(12, 22))],
+        ["b", "torch.bfloat16", [4], list(range(12, 20))],
+        ["c", "torch.float8_e4m3fn", [2, 4], list(range(20, 28))],
+        ["c_scale_inv", "torch.float32", [1, 1], list(range(28, 32))],
     ]

@@ -17,6 +17,8 @@ import torch
 from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_model, make_prompts
+from tests.e2e.engines import sglang_python
+from tests.gpu.test_weights import SGLANG
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -173,7 +175,23 @@ def test_adapters_come_over_ipc_into_engines_that_sleep_and_keep_their_weights(t
     assert {step["rollout/engines_serving"] for step in steps} == {2}
 
 
-def compare_beside(job: Job, after: int = 3) -> tuple[int, int]:
+def test_an_sglang_in_fp8_sleeps_and_is_sent_it_over_ipc(tmp_path, small_model):
+    """Norms, biases and embeddings are compared with the trainer's, matrices in FP8 by what they compute."""
+    sglang = {"count": 1, "engines_per_gpu": 1, "engine": "sglang", "engine_python": str(sglang_python())}
+    group = ",".join(f"{key}={json.dumps(value)}" for key, value in (sglang | {"flags": SGLANG}).items())
+    more = {
+        "steps": "100000", "engines.groups": f"[{{{group}}}]", "engines.quantization": '"fp8"', "optimizer.lr": "1e-3",
+        "weights.transport": '"ipc"', "monitor.logprob_difference_limit": "1.0", "weights.verify_tolerance": "1.0",
+    }  # fmt: skip
+    job = Job(tmp_path, 1, **more)
+    compared, left_out = compare_beside(job, limits={"train/mismatch_kl": 0.2})
+    print(compared, left_out, [step["train/mismatch_kl"] for step in job.steps()])
+    assert compared == 2 + 4 * 3 and left_out >= 4 * 4
+    [copy] = (tmp_path / "runs/one/quantized").iterdir()
+    assert json.loads((copy / "config.json").read_text())["quantization_config"]["weight_block_size"] == [128, 128]
+
+
+def compare_beside(job: Job, after: int = 3, *, limits: dict[str, float] = DIFFERENCES) -> tuple[int, int]:
     """How many parameters of an engine were compared with the trainer's after so many steps, which all are bit-equal,
     and how many could not be."""
     process = job.start(*job.words)
@@ -190,11 +208,11 @@ def compare_beside(job: Job, after: int = 3) -> tuple[int, int]:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     steps = job.steps()
-    print(found.stdout, {name: max(step[name] for step in steps if name in step) for name in DIFFERENCES})
+    print(found.stdout, {name: max(step[name] for step in steps if name in step) for name in limits})
     assert found.returncode == 0, found.stdout + found.stderr
     pairs = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) of (\d+) parameters are bit-equal", found.stdout)]
     assert pairs and all(equal == compared for equal, compared in pairs)
-    assert all(max(step[name] for step in steps if name in step) < limit for name, limit in DIFFERENCES.items())
+    assert all(max(step[name] for step in steps if name in step) < limit for name, limit in limits.items())
     assert len({step["weight_version"] for step in steps[:after]}) == after
     left_out = re.search(r"(\d+) more cannot be compared", found.stdout)
     return pairs[0][1], int(left_out[1]) if left_out else 0

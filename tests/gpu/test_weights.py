@@ -1,10 +1,13 @@
 """Weights from a trainer into an external vLLM on the same GPU, where NCCL cannot be, and, sharded, on another one:
-values compared, digests."""
+values compared, digests. And in FP8 into an SGLang."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -15,6 +18,9 @@ import torch
 
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_model, make_prompts
+from rltool.engines.client import EngineClient
+from rltool.engines.endpoints import resolve
+from tests.e2e.engines import sglang_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -34,8 +40,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def rltool(work: Path) -> Rltool:
-    def call(*words: str) -> str:
-        environment = {**os.environ, "RLTOOL_RUNS": str(work / "runs"), "HF_HUB_OFFLINE": "1"}
+    def call(*words: str, runs: str = "runs") -> str:
+        environment = {**os.environ, "RLTOOL_RUNS": str(work / runs), "HF_HUB_OFFLINE": "1"}
         command = [sys.executable, "-m", "rltool", *words]
         done = subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True, timeout=400)
         assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
@@ -120,3 +126,102 @@ def train_and_compare(
     with pytest.raises(AssertionError, match="other weights than"):
         rltool("debug", "weights", endpoints, "--checkpoint", str(model))
     return steps
+
+
+SGLANG = (
+    "--mem-fraction-static", "0.9", "--max-total-tokens", "65536", "--max-running-requests", "64",
+    "--attention-backend", "triton", "--sampling-backend", "pytorch", "--disable-cuda-graph",
+    "--mm-feature-transport", "cpu",
+)  # fmt: skip
+"""Kernels that need no FlashInfer; the cache has a set size, and others may have most of the GPU."""
+SAME_KERNELS = 1e-3
+"""Largest difference of log-probabilities of two engines with the same bytes, which are given the same texts one by
+one: the same kernels run in the same shapes, so 0 is expected; one rounding of a bf16 logit is 16 times as much."""
+
+
+def sglang(work: Path, rltool: Rltool, model: Path, runs: str, *options: str) -> Iterator[str]:
+    """runs: for two engines on one GPU, a directory of runs for each, which do not know of each other."""
+    words = ("serve-engines", str(model), "--engine", "sglang", "--engine-python", str(sglang_python()), "--run", "fp8")
+    more = ("--max-model-len", "128", "--dtype", "bfloat16", "--no-join", "--detach", *options, "--", *SGLANG)
+    rltool(*words, *more, runs=runs)
+    try:
+        yield f"@{work}/{runs}/fp8/endpoints.json"
+    finally:
+        rltool("stop", "--run", "fp8", runs=runs)
+
+
+def scores(endpoints: str) -> list[float]:
+    """Log-probabilities of tokens that the engine is given."""
+
+    async def ask() -> list[float]:
+        async with EngineClient() as client:
+            [engine] = resolve([endpoints]).engines
+            engine = engine.probed(await client.probe(engine))
+            texts = [[(7 * i + 13 * k) % 60 + 2 for i in range(40)] for k in range(6)]
+            found = [await client.score(engine, text, timeout=120.0) for text in texts]
+            return [value for each in found for value in each]
+
+    return asyncio.run(ask())
+
+
+TO_SGLANG = {
+    # where the engine is, and what reaches it there
+    "gloo": ("0", {"trainer.share_gpus": "true"}),
+    "disk": ("0", {"trainer.share_gpus": "true"}),
+    "nccl": ("1", {}),
+}
+
+
+@pytest.mark.parametrize("transport", TO_SGLANG)
+@pytest.mark.parametrize("model", ["0.5B"], indirect=True)
+def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
+    work, rltool, model, transport, monkeypatch
+):
+    """serve-engines --quantization fp8 on the bfloat16 model, three steps, and a fresh engine on the last weights."""
+    gpu, more = TO_SGLANG[transport]
+    if torch.cuda.device_count() <= int(gpu):
+        pytest.skip("needs two GPUs")
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself
+    serving = sglang(work, rltool, model, f"synced-{transport}", "--quantization", "fp8", "--gpus", gpu)
+    endpoints = next(serving)
+    try:
+        [copy] = (work / f"synced-{transport}/fp8/quantized").iterdir()
+        assert (copy / "tokenizer.json").exists()
+        before, name = scores(endpoints), f"to-sglang-{transport}"
+        rltool("init", f"{name}.toml")
+        settings = {
+            "model.path": f'"{model}"', "data.train": f'["{make_prompts(work / "prompts.jsonl")}"]', "steps": "3",
+            "rollout.prompts_per_step": "8", "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "32",
+            "reward.function": '"benchmarks.rewards:letter_share"', "weights.transport": f'"{transport}"',
+            "optimizer.lr": "1e-3", "engines.quantization": '"fp8"', "monitor.logprob_difference_limit": "1.0",
+            "weights.verify_tolerance": "1.0",
+        } | more  # fmt: skip
+        words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+        options = ("--config", f"{name}.toml", "--run", name, "--rollout-external", endpoints, "--gpus", "0")
+        rltool("train", *options, *words)
+        after, run = scores(endpoints), work / "runs" / name
+        steps = [r for r in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in r]
+        print([{key: step[key] for key in step if "mismatch" in key or "abs_diff" in key} for step in steps])
+        assert len(steps) == 3 and len({step["weight_version"] for step in steps[:-1]}) == 2
+        assert all(math.isfinite(step["train/mismatch_kl"]) for step in steps)
+        assert max(step["train/mismatch_kl"] for step in steps) < 0.2
+        (checkpoint,), written = (run / "checkpoints").glob("step_*"), work / f"written-{transport}"
+        rltool("convert-ckpt", str(checkpoint), str(written), "--to", "hf", "--quantization", "fp8", "--no-verify")
+        other = sglang(work, rltool, written, f"fresh-{transport}", "--gpus", gpu)
+        fresh = next(other)
+        try:
+            expected = scores(fresh)
+            said = rltool("debug", "weights", endpoints, "--engine", fresh)
+        finally:
+            next(other, None)
+    finally:
+        next(serving, None)
+    print(said, "largest difference:", largest(after, expected), "of the weights before:", largest(before, expected))
+    assert largest(after, expected) <= SAME_KERNELS < 0.05 < largest(before, expected)
+    # Of matrices in FP8 SGLang's digests are of what they are as bfloat16.
+    equal, compared = map(int, re.search(r"(\d+) of (\d+) parameters are bit-equal", said).groups())
+    assert "the same weights as" in said and equal == compared >= 4 * 6
+
+
+def largest(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))

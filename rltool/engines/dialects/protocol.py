@@ -214,6 +214,11 @@ class Controls(Protocol):
         its weights are awake and its cache is not."""
         ...
 
+    def not_sent_fp8(self, info: EngineInfo, backend: str | None, *, sleeps: bool) -> str | None:
+        """Why an engine that serves FP8 cannot be sent it; None: it can. backend: of rltool.weights.transport, None
+        where none was found; sleeps: its weights are released between two syncs."""
+        return None
+
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """Leave a weight-transfer group and close an update that was left open, by us or by a trainer that died,
         whatever the transport was. No error if there is no such group. The other steps of a transfer are in
@@ -341,6 +346,8 @@ class Launches(Protocol):
     memory: MemoryFlags = MemoryFlags()
     tokenizer_flags: tuple[str, ...] = ()
     """Beginnings of flags with which the tokenizer is elsewhere than in the model's directory, or not wanted."""
+    quantises: bool = False
+    """Whether it quantises the weights that it loads (EngineLaunch.quantization), or reads them in FP8."""
     biased_heads: tuple[str, ...] = ()
     """Classifiers, by architecture, whose head it gives a bias that their checkpoints may lack."""
 
@@ -357,9 +364,9 @@ class Launches(Protocol):
         """Why it takes no adapters there; None: it does."""
         return None
 
-    def no_fp8(self) -> str | None:
-        """Why it does not quantise the weights that it loads; None: it does."""
-        return "that is implemented for vLLM"
+    def no_fp8(self, device: Device) -> str | None:
+        """Why it does not serve FP8 that a trainer sends, on this device; None: it does."""
+        return "that is implemented for vLLM and SGLang"
 
     def not_exact(self, device: Device, model: Path) -> str | None:
         """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""

@@ -29,7 +29,7 @@ from rltool.engines.dialects.protocol import (
     in_waking_order,
 )
 from rltool.engines.dialects.routed_experts import from_int32
-from rltool.engines.dialects.sglang_launch import SglangLaunching
+from rltool.engines.dialects.sglang_launch import NO_FP8_ON_CPU, SglangLaunching
 from rltool.engines.dialects.supported import has
 from rltool.engines.replies import failure_within
 from rltool.engines.types import (
@@ -332,6 +332,21 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
 
     def no_expert_adapters(self, info: EngineInfo) -> str | None:
         return "is of SGLang, which was not seen to sample with them: use vLLM"
+
+    def not_sent_fp8(self, info: EngineInfo, backend: str | None, *, sleeps: bool) -> str | None:
+        """Buckets of all transports are bytes. What is left of Fp8LinearMethod and BaseKVCacheMethod
+        (srt/layers/quantization) when weights are loaded again decides."""
+        if info.device == "cpu":
+            return f"cannot be sent FP8: {NO_FP8_ON_CPU}"
+        if info.model_config.get("kv_lora_rank") is not None:
+            return "serves latent attention in FP8, and SGLang was not seen to be sent that: use vLLM"
+        if sleeps and backend in ("disk", "delta"):
+            # The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none.
+            return (
+                "loads no FP8 from a directory after it has slept: leave weights.transport at \"auto\", or set it to "
+                '"ipc" or "gloo"'
+            )
+        return None
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.

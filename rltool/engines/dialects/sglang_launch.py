@@ -16,6 +16,8 @@ CPU_MEMORY_SHARE = "0.5"
 """--mem-fraction-static on a CPU. SGLang takes whatever leaves the host's free memory while it loads for its own
 weights, and does not start where that is more than this share. The KV cache has the size above all the same."""
 
+NO_FP8_ON_CPU = "on a CPU it packs FP8 for AMX when it starts, and takes none afterwards: use GPUs, or vLLM"
+
 LAUNCHER = (
     "import os, runpy, sys, tempfile; "
     "tempfile.tempdir = os.environ.get('RLTOOL_TEMPORARY'); "
@@ -111,6 +113,10 @@ class SglangLaunching(Launches):
     def no_adapters(self, device: Device) -> str | None:
         """lora/lora_manager.py of 0.5.23 allocates pinned memory."""
         return "on a CPU it takes no adapters (its pinned memory needs a GPU)" if device == "cpu" else None
+
+    def no_fp8(self, device: Device) -> str | None:
+        """_amx_process_weight_after_loading in srt/layers/amx_utils.py, of 0.5.17 and 0.5.23."""
+        return NO_FP8_ON_CPU if device == "cpu" else None
 
     def no_routed_experts(self, device: Device) -> str | None:
         return None

@@ -266,6 +266,11 @@ class VllmDialect(VllmInspection, VllmLaunching, Adapts, Controls, Generates):
     def reload(self, model: str | None) -> list[HttpRequest]:
         return [HttpRequest("POST", "/collective_rpc", {"method": "reload_weights"})]
 
+    def not_sent_fp8(self, info: EngineInfo, backend: str | None, *, sleeps: bool) -> str | None:
+        if info.weight_backend != "rltool":
+            return "takes FP8 through rltool's plugin alone: start it with --weight-backend rltool"
+        return None
+
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         return [HttpRequest("POST", "/shutdown_weight_transfer_engine")]
 

@@ -95,6 +95,7 @@ class VllmLaunching(Launches):
         sleep=("--enable-sleep-mode",),
     )  # fmt: skip
     tokenizer_flags = ("--tokenizer", "--skip-tokenizer-init", "--skip_tokenizer_init")
+    quantises = True
 
     def argv(self, launch: EngineLaunch) -> list[str]:
         # Not `vllm serve`: the CPU build's distribution has another name, and that command looks itself up by name.
@@ -178,7 +179,7 @@ class VllmLaunching(Launches):
             environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment
 
-    def no_fp8(self) -> str | None:
+    def no_fp8(self, device: Device) -> str | None:
         return None
 
     def not_exact(self, device: Device, model: Path) -> str | None:

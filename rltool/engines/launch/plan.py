@@ -59,7 +59,8 @@ class Seat:
 @dataclass(frozen=True)
 class Model:
     """What engines of a model serve. return_routed_experts, lora_rank, lora_slots: all of them at least, whatever their
-    groups set."""
+    groups set. quantised: the same directory as `quantization` describes it, for engines that quantise nothing
+    themselves."""
 
     path: Path
     update_weights: bool = True
@@ -69,6 +70,7 @@ class Model:
     lora_rank: int = 0
     lora_slots: int = 1
     quantization: dict[str, Any] | None = None
+    quantised: Path | None = None
     exact: bool = False
 
 
@@ -278,23 +280,26 @@ def _processes(
             f"group {group.name!r}: {dialect(group.engine).label} was to take adapters (lora_rank, or "
             f'weights.lora_sync = "adapter"): {why}; take merged weights, weights.lora_sync = "merged"'
         )
-    if model.quantization is not None and (why := launches(group.engine).no_fp8()) is not None:
+    if model.quantization is not None and (why := launches(group.engine).no_fp8(device)) is not None:
         raise UsageError(f"group {group.name!r}: {dialect(group.engine).label} was to serve FP8 (quantization): {why}")
     if model.exact and (why := launches(group.engine).not_exact(device, model.path)) is not None:
         raise UsageError(
             f"group {group.name!r}: {dialect(group.engine).label} was to compute exactly (algorithm.exact): {why}"
         )
+    path, quantization = model.path, model.quantization
+    if model.quantised is not None and not launches(group.engine).quantises:
+        path, quantization = model.quantised, None
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
             node=seat.node, node_rank=rank, nodes=len(seats), dist_init=meeting, bootstrap_port=bootstrap,
             address=seat.address if settings.spread and group.host in (None, "0.0.0.0", "::") else "",
             pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
-            model=model.path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
+            model=path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
             served_name=group.served_name or group.model, dtype=group.dtype, max_model_len=group.max_model_len,
             seed=group.seed + index, task=model.task, return_routed_experts=returns_experts,
             lora_rank=lora_rank, lora_slots=max(group.lora_slots, model.lora_slots),
-            quantization=model.quantization, exact=model.exact,
+            quantization=quantization, exact=model.exact,
             trust_remote_code=group.trust_remote_code,
             # Absolute, as the model's, because engines run in another directory; not resolved, for the reason given at
             # default_engine_python.

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -307,7 +308,7 @@ def engine_problems(
     if trainer_device is not None and is_mxfp4(info.model_config):
         problems.append(f"serves MXFP4 files, and takes no bfloat16 weights then; {AS_BFLOAT16}")
     if trainer_device is not None:
-        problems += _fp8_problems(info, config.engines.quantization == "fp8")
+        problems += _fp8_problems(engine, info, config, trainer_device)
     longest = config.sampling.max_prompt_tokens + config.sampling.max_response_tokens
     if info.max_model_len is not None and info.max_model_len < longest:
         problems.append(
@@ -335,10 +336,19 @@ def engine_problems(
     return problems
 
 
-def _fp8_problems(info: EngineInfo, is_sent: bool) -> Sequence[str]:
-    serves = is_fp8(info.model_config)
-    if serves and is_sent and info.weight_backend != "rltool":
-        return ["takes FP8 through rltool's plugin alone: start it with --weight-backend rltool"]
+def _fp8_problems(
+    engine: EngineEndpoint, info: EngineInfo, config: TrainConfig, trainer_device: str
+) -> Sequence[str]:
+    serves, is_sent = is_fp8(info.model_config), config.engines.quantization == "fp8"
+    if serves and is_sent:
+        shares, backend = config.engines.shares_gpus, None
+        with suppress(UsageError):  # _weight_problems has it
+            backend = choose_for(engine, info, config.weights, trainer_device, shares_gpus=shares)
+        with suppress(UsageError):
+            why = controls(info.dialect).not_sent_fp8(info, backend, sleeps=shares)
+            return [] if why is None else [why]
+    if is_sent and info.vocab_size is None:
+        return []  # nobody knows what it serves (`uncompared`): the first sync compares values
     if serves and not is_sent:
         return ['serves FP8 files, and takes no bfloat16 weights then: set engines.quantization = "fp8"']
     if is_sent and not serves:

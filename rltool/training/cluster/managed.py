@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rltool.checkpoints.convert import fp8_copy, write_fp8_copy
 from rltool.config.serve import POLICY, EngineLaunch
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
@@ -74,26 +77,26 @@ def expected_plan(
         taken = min(ranks, len(host.gpus))
         ranks -= taken
         left.append(Host(host.name, host.address, host.gpus[:taken] if plan.shares_gpus else host.gpus[taken:]))
-    settings = _settings(config, plan, run, spread=config.ray.address is not None)
+    settings = _settings(order_of_run(config, run), plan, run, spread=config.ray.address is not None)
     seats = seat_slots(plan.slots, left)
     needs = port_needs(plan.slots, seats, settings)
     ports = handed_out({key: range(20_000, 20_000 + count) for key, count in needs.free.items()})
     return plan_engines(plan.slots, seats, settings, ports)
 
 
-def order_of_run(config: TrainConfig) -> Order:
+def order_of_run(config: TrainConfig, run: RunDirectory) -> Order:
     """The groups and models of the configuration, with engines in FP8 where it says so."""
     order = order_of_file(config)
     if config.engines.quantization != "fp8":
         return order
     family = family_for(read_hf_config(config.model.path), config.model.family)
-    return order.quantized(POLICY, quantization_config(family))
+    copy = fp8_copy(config.model.path, run.quantized_dir) if order.reads_quantized(POLICY) else None
+    return order.quantized(POLICY, quantization_config(family), copy)
 
 
-def _settings(config: TrainConfig, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
-    models = order_of_run(config).models
+def _settings(order: Order, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:
     return Settings(
-        models, run.key_file, run.state_dir, device=plan.device, spread=spread, colocated=plan.shares_gpus
+        order.models, run.key_file, run.state_dir, device=plan.device, spread=spread, colocated=plan.shares_gpus
     )
 
 
@@ -105,7 +108,7 @@ class ManagedEngines:
         places: Sequence[Place], log_dir: Path, console: LoggedConsole,
     ) -> None:  # fmt: skip
         self._config, self._run, self._plan, self._console = config, run, plan, console
-        self._order = order_of_run(config)
+        self._order = order_of_run(config, run)
         own = [place for place in places if place.bundle >= len(plan.trainer)]
         self._places = in_order(places) if plan.shares_gpus else own
         key = read_key(run.ensure_key(), f"run {run.name}")
@@ -134,7 +137,8 @@ class ManagedEngines:
                 if slot.group.model == POLICY
             ]
             check_reach(self._config.weights, self._config.trainer.layout, nodes, policy)
-        settings = _settings(self._config, self._plan, self._run, spread=self._config.ray.address is not None)
+        self._write_quantized(look)
+        settings = _settings(self._order, self._plan, self._run, spread=self._config.ray.address is not None)
         needs = port_needs(self._plan.slots, seats, settings)
         held = self._all(
             [actor.hold.remote(_needs_of(needs, node)) for node, actor in self._hosts],
@@ -150,6 +154,18 @@ class ManagedEngines:
             CHECK_SECONDS, "the time to check models and start processes", look,
         )  # fmt: skip
         self._ready = [actor.ready.remote() for _, actor in self._hosts]
+
+    def _write_quantized(self, look: Waiting) -> None:
+        """Of the policy, where engines read it so. They find it where the run's directory is theirs, too."""
+        model = self._order.models[POLICY]
+        if model.quantised is None:
+            return
+        write = partial(write_fp8_copy, own=self._config.model.family, report=self._console.log_line)
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(write, model.path, model.quantised)
+            while not done.done():
+                look(1.0)
+            done.result()
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""

@@ -105,7 +105,7 @@ class WeightSender:
         options = SenderOptions(
             group, self.config, self.device, self.deadline, directory, self.model_files, self.gpu,
             max(map(bucket_bytes, self._buckets), default=0), self._encoder, self._peft,
-            sum(map(bucket_bytes, self._buckets)), self.part,
+            sum(map(bucket_bytes, self._buckets)), self.part, self.plan.quantization,
         )  # fmt: skip
         self.leave([receiver.url for receiver in receivers])
         here = [receiver for receiver in receivers if self._sends_to(receiver)]

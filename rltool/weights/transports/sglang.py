@@ -25,8 +25,9 @@ class SglangControl:
         return []
 
     def begin(self) -> list[HttpRequest]:
-        # Mandatory before a transfer since 0.5.21, and harmless around a load from disk as long as no weights are
-        # quantised. Where the route is missing though it is needed, the transfer that follows is refused.
+        # Mandatory before a transfer since 0.5.21, and harmless around a load from disk: weights are processed twice
+        # then, which changes neither plain ones nor, but with DeepGEMM on Blackwell, blocks in FP8. Where the route is
+        # missing though it is needed, the transfer that follows is refused.
         return [HttpRequest("POST", "/begin_weight_update", {}, tolerate=(NO_SUCH_ROUTE,))]
 
     def finish(self, version: str) -> list[HttpRequest]:

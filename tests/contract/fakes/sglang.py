@@ -656,7 +656,7 @@ def unpickled(payload: str, gpu: str) -> dict[str, bytes]:
         ("torch", "Tensor"): torch.Tensor,
         ("torch.storage", "TypedStorage"): torch.storage.TypedStorage,
         ("types", "SimpleNamespace"): SimpleNamespace,
-        **{("torch", name): getattr(torch, name) for name in ("uint8", "float32", "bfloat16")},
+        **{("torch", name): getattr(torch, name) for name in ("uint8", "float32", "bfloat16", "float8_e4m3fn")},
     }
 
     class Restricted(pickle.Unpickler):

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from rltool.checkpoints.convert import fp8_copy, to_fp8, write_fp8_copy
 from rltool.cli import main
 from rltool.config.loader import load_config
+from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.checksums import ParameterLayout
+from rltool.engines.launch.plan import Host, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.transfer import fp8
 from rltool.engines.transfer.wire import tensor_bytes
 from rltool.errors import UsageError
@@ -19,6 +24,8 @@ from rltool.megatron.export_plan import full_plan
 from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
 from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
+from rltool.processes.run_directory import RunDirectory
+from rltool.training.cluster.managed import order_of_run
 from rltool.training.manager.compare_weights import checksums_of_directory
 from rltool.weights.verify.implied_checksums import implied_checksums
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
@@ -143,8 +150,64 @@ MANAGED = ["model.path=/m", 'engines.mode="managed"', 'engines.quantization="fp8
         (['engines.groups=[{weight_backend="nccl"}]'], 'weight_backend = "rltool"'),
         (['engines.groups=[{flags=["--load_format","dummy"]}]'], "sets --load_format"),
         (['engines.groups=[{flags=["--hf-overrides={}"]}]'], "sets --hf-overrides"),
+        (['engines.groups=[{engine="sglang",flags=["--json-model-override-args={}"]}]'], "sets --json-model-overr"),
     ],
 )
 def test_what_contradicts_fp8_is_refused(sets, message):
     with pytest.raises(UsageError, match=message):
         load_config(TrainConfig, [], [*MANAGED, *sets])
+
+
+@pytest.fixture
+def plain(directory, tmp_path):
+    """The same model in bfloat16."""
+    path, family, state = directory
+    save_file(state, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text("{}")
+    return path, family
+
+
+def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_once(plain, tmp_path):
+    path, family = plain
+    run = RunDirectory(tmp_path / "runs" / "one")
+    groups = 'engines.groups=[{name="a",gpus=[0]},{name="b",engine="sglang",gpus=[1]}]'
+    sets = [f"model.path={path}", 'engines.quantization="fp8"', groups]
+    order = order_of_run(load_config(TrainConfig, [], sets, rules=()).config, run)
+    assert order.reads_quantized(POLICY)
+    copy = order.models[POLICY].quantised
+    assert copy is not None and copy.parent == run.quantized_dir and not run.path.exists()
+    slots = engine_slots(order.groups)
+    seats = seat_slots(slots, [Host("h", gpus=(0, 1))])
+    settings = Settings(order.models, run.key_file, run.state_dir)
+    vllm, sglang = plan_engines(slots, seats, settings, lambda node, address: 1).launches
+    assert (vllm.model, vllm.quantization) == (path, quantization_config(family))
+    assert (sglang.model, sglang.quantization) == (copy, None)
+    said = []
+    for _ in range(2):
+        write_fp8_copy(path, copy, own=None, report=said.append)
+    assert len(said) == 1 and str(copy) in said[0]
+    to_fp8(path, tmp_path / "other")
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == {
+        file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()
+    }
+    os.utime(path / "model.safetensors", (0, 0))
+    assert fp8_copy(path, run.quantized_dir) != copy, "other files"
+
+
+def test_an_sglang_on_a_cpu_is_refused_and_a_dry_run_tells_of_the_copy(plain, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    words = ["serve-engines", str(plain[0]), "--engine", "sglang", "--quantization", "fp8", "--dry-run"]
+    words += ["--engine-python", sys.executable]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--device", "cpu"])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ended.value.code == 2 and "SGLang was to serve FP8" in said and "packs FP8 for AMX" in said
+    monkeypatch.setattr("rltool.commands.serve_engines.check_processes", lambda launches: None)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = "".join(capsys.readouterr()).replace("\n", "")
+    assert ended.value.code == 0 and f"with a copy of {plain[0]} in FP8" in " ".join(said.split()), said
+    assert not (tmp_path / "runs").exists()

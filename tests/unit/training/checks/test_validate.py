@@ -178,6 +178,31 @@ def test_a_run_that_sends_fp8_takes_engines_that_serve_it_alone(base):
 
 
 @pytest.mark.parametrize(
+    ("changes", "sets", "why"),
+    [
+        ({}, [], None),
+        ({}, ['weights.transport="disk"'], None),
+        ({"device": "cpu"}, [], "on a CPU it packs FP8 for AMX"),
+        ({"model_config": {**MODEL, "kv_lora_rank": 64, "quantization_config": FP8}}, [], "latent attention in FP8"),
+        ({}, ['engines.mode="colocate"', "engines.groups=[{}]"], None),
+        ({}, ['engines.mode="colocate"', "engines.groups=[{}]", 'weights.transport="disk"'], "after it has slept"),
+        ({"model_config": dict(MODEL)}, [], "serves no FP8"),
+        ({"model_config": {"architectures": MODEL["architectures"]}, "vocab_size": None}, [], None),  # nobody knows
+    ],
+)
+def test_an_sglang_that_serves_fp8_is_sent_it_where_it_keeps_it_as_it_came(base, changes, sets, why):
+    others = [] if any("colocate" in one for one in sets) else ["engines.external=['http://h:1']"]
+    sets = ["model.path=/m", 'data.train=["p.jsonl"]', 'engines.quantization="fp8"', *others, *sets]
+    config = load_config(TrainConfig, [], sets).config
+    serves = info(
+        dialect="sglang", engine_version="0.5.17", weight_backend="sglang", plugin=False, device="cuda",
+        dtype="bfloat16", model_config={**MODEL, "quantization_config": FP8},
+    )  # fmt: skip
+    found = engine_problems(ENGINE, replace(serves, **changes), MODEL, config, "cuda")
+    assert (not found) if why is None else (why in found[0]), found
+
+
+@pytest.mark.parametrize(
     ("changes", "transport", "message"),
     [
         ({"vocab_size": 256}, "gloo", "vocabulary of 256.*one of 128"),
