@@ -151,3 +151,4 @@ def test_an_sglang_in_fp8_is_sent_the_bytes_of_the_directory_that_convert_ckpt_w
             assert {"float8_e4m3fn", "float32"} <= set(pairs.values()), pairs
 
     asyncio.run(run())
+    assert fake_ipc.SharedExport.live == set(), "every buffer is freed when its engine is left"
