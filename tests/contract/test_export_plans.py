@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from rltool.checkpoints.convert import to_fp8
 from rltool.config.rollout import WeightsConfig
-from rltool.megatron.fp8 import fp8_plan, quantization_config
-from rltool.models.base import Family
-from rltool.models.hf_directory import HFTensors
-from rltool.models.registry import family_for, read_hf_config
+from rltool.megatron.fp8 import quantization_config
+from rltool.models.registry import read_hf_config
 from rltool.weights.transports import nccl_sender
 from rltool.weights.verify.comparison import Comparison
 from rltool.weights.verify.values import ValueCheck
@@ -26,9 +23,8 @@ from tests.contract.fakes import ipc as fake_ipc
 from tests.contract.fakes import nccl as fake_nccl
 from tests.contract.fakes.sglang import VOCAB_SIZE, FakeSglang
 from tests.contract.sync_rig import version
-from tests.e2e.megatron_models import hf_config
-from tests.export_plans import LAYERS, SCALE, adapted_model, adapter
-from tests.ranks import RanksOnGpus, SenderRanks
+from tests.export_plans import LAYERS, SCALE, RanksInFp8, adapted_model, adapter, save_qwen3
+from tests.ranks import SenderRanks
 
 DEADLINE = 10.0
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -114,43 +110,6 @@ def test_an_adapter_arrives_by_value_and_checksums_and_comparison_follow_its_pla
     asyncio.run(run())
 
 
-SIZES = {
-    "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64,
-    "num_key_value_heads": 2, "num_hidden_layers": 1,
-}  # fmt: skip
-
-
-def saved(directory: Path, step: int) -> Family:
-    """Qwen3 in float32 whose weights are not those of bfloat16."""
-    config = hf_config("qwen3", False, **SIZES).to_dict() | {"architectures": ["Qwen3ForCausalLM"]}
-    family = family_for(config)
-    generator = torch.Generator().manual_seed(step)
-    tensors = {name: torch.randn(shape, generator=generator) for name, shape in family.hf_tensors()}
-    directory.mkdir()
-    save_file(tensors, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps(config))
-    return family
-
-
-class RanksInFp8(RanksOnGpus):
-    """Of models in directories of theirs, one for each step."""
-
-    def __init__(self, *args: Any, models: Path, **options: Any) -> None:
-        self.models = models
-        super().__init__(*args, **options)
-
-    @cached_property
-    def plan(self):
-        return fp8_plan(family_for(read_hf_config(self.models)))
-
-    def stream(self, step):
-        with HFTensors(self.models / f"step{step}") as tensors:
-            yield from self.plan.made(tensors.merged)
-
-    async def logprobs(self, batch):
-        return batch.rollout_logprobs.clone()
-
-
 def of_directory(directory: Path) -> dict[str, bytes]:
     found = load_file(directory / "model.safetensors")
     return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in found.items()}
@@ -163,9 +122,9 @@ def test_an_sglang_in_fp8_is_sent_the_bytes_of_the_directory_that_convert_ckpt_w
     fake_nccl.installed(monkeypatch)
     fake_ipc.installed(monkeypatch)
     model, expected = tmp_path / "model", {}
-    family = saved(model, 0)
+    family = save_qwen3(model, 0)
     for step in (1, 2):
-        saved(model / f"step{step}", step)
+        save_qwen3(model / f"step{step}", step)
         to_fp8(model / f"step{step}", tmp_path / f"fp8-{step}")
         expected[step] = of_directory(tmp_path / f"fp8-{step}")
     assert expected[1].keys() == expected[2].keys() and expected[1] != expected[2]
@@ -192,3 +151,4 @@ def test_an_sglang_in_fp8_is_sent_the_bytes_of_the_directory_that_convert_ckpt_w
             assert {"float8_e4m3fn", "float32"} <= set(pairs.values()), pairs
 
     asyncio.run(run())
+    assert fake_ipc.SharedExport.live == set(), "every buffer is freed when its engine is left"

@@ -228,15 +228,16 @@ def _named(what: str, variable: str, how: str) -> Path:
 
 
 def start_sglang(
-    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, max_model_len: int = 512, **options: Any
-) -> RunningEngine:
+    model: Path, work_dir: Path, *, key: str | None = None, tp: int = 1, max_model_len: int = 512,
+    python: Path | None = None, **options: Any,
+) -> RunningEngine:  # fmt: skip
     """Launch one keyed SGLang on the CPU; returns at once. key: None for one of its own. options: of EngineLaunch."""
     key_file = write_key(work_dir, key)
     launch = EngineLaunch(
         index=0, model=model, host="127.0.0.1", port=free_port(), gpus=(), tp=tp, device="cpu",
         served_name="policy", dtype=None, max_model_len=max_model_len, seed=7, trust_remote_code=False,
-        python=sglang_python(), key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool", work_dir=work_dir,
-        **options,
+        python=python or sglang_python(), key_file=key_file, boot_id=uuid.uuid4().hex, weight_backend="rltool",
+        work_dir=work_dir, **options,
     )  # fmt: skip
     log = work_dir / "sglang.log"
     log.touch(mode=0o600)

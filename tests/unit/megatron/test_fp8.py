@@ -211,3 +211,26 @@ def test_an_sglang_on_a_cpu_is_refused_and_a_dry_run_tells_of_the_copy(plain, ca
     said = "".join(capsys.readouterr()).replace("\n", "")
     assert ended.value.code == 0 and f"with a copy of {plain[0]} in FP8" in " ".join(said.split()), said
     assert not (tmp_path / "runs").exists()
+
+
+def test_serve_engines_writes_the_copy_before_it_starts_an_sglang(plain, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
+    started = []
+
+    def start(order, group, **_):
+        started.append(order)
+        raise UsageError("far enough")
+
+    verb = "rltool.commands.serve_engines"
+    monkeypatch.setattr(f"{verb}.check_order", lambda order: None)
+    monkeypatch.setattr(f"{verb}.launch_engines", start)
+    monkeypatch.setattr(f"{verb}.run_command", lambda role, run, bring_up, **_: bring_up(None))
+    for engine in ("sglang", "vllm"):
+        words = ["serve-engines", str(plain[0]), "--engine", engine, "--quantization", "fp8", "--run", engine]
+        with pytest.raises(SystemExit):
+            main([*words, "--gpus", "0"])
+    said = " ".join("".join(capsys.readouterr()).split())
+    copy, none = (order.models[POLICY].quantised for order in started)
+    assert none is None and not (tmp_path / "runs/vllm/quantized").exists()
+    assert [copy] == list((tmp_path / "runs/sglang/quantized").iterdir()) and "far enough" in said, said
+    assert is_fp8(json.loads((copy / "config.json").read_text())) and (copy / "tokenizer.json").exists()
