@@ -306,7 +306,7 @@ def _print_dry_run(order: Order, run: RunDirectory) -> None:
         _log(line)
     for launch in plan.launches:
         _print_launch(launch)
-        if launch.quantization is not None and not launches(launch.engine).quantises:
+        if launch.quantization is not None and not launches(launch.engine).quantizes:
             _log(f"  with a copy of {launch.model} in FP8, written to {run.quantized_dir}")
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow")

@@ -192,3 +192,29 @@ def test_aborts_and_acknowledgements_run_beside_a_blocked_call_and_all_else_on_o
         assert [call(look) for _ in range(5)] == [(ident, True)] * 5
     finally:
         ray.kill(actor)
+
+
+class FillsForAll(BlockedSender):
+    """A rank that fills the next bucket of all engines when the last of them has taken the one before."""
+
+    def ready(self, url: str, version: str, number: int, seconds: float) -> str | None:
+        if url == "http://engine:last":
+            self.aborted.set()
+        return None if self.aborted.wait(seconds) else "no bucket"
+
+
+def test_engines_that_wait_for_a_bucket_do_not_keep_out_one_that_has_taken_the_last(cluster, tmp_path):
+    """Eight on one GPU, whose memory the rank shares with each."""
+
+    def prepare(actor) -> None:
+        actor._started = SimpleNamespace(sender=FillsForAll())
+
+    actor = TrainerActor.options(num_cpus=0.1).remote(TrainConfig(model={"path": tmp_path}), 0, None)
+    try:
+        ray.get(actor.__ray_call__.remote(prepare), timeout=SECONDS)
+        waiting = [actor.ready.remote(f"http://engine:{number}", "v", 1, SECONDS) for number in range(7)]
+        assert ray.wait(waiting, timeout=0.5)[0] == []
+        last = actor.ready.remote("http://engine:last", "v", 1, SECONDS)
+        assert ray.get([*waiting, last], timeout=SECONDS / 2) == [None] * 8
+    finally:
+        ray.kill(actor)

@@ -346,7 +346,7 @@ class Launches(Protocol):
     memory: MemoryFlags = MemoryFlags()
     tokenizer_flags: tuple[str, ...] = ()
     """Beginnings of flags with which the tokenizer is elsewhere than in the model's directory, or not wanted."""
-    quantises: bool = False
+    quantizes: bool = False
     """Whether it quantises the weights that it loads (EngineLaunch.quantization), or reads them in FP8."""
     biased_heads: tuple[str, ...] = ()
     """Classifiers, by architecture, whose head it gives a bias that their checkpoints may lack."""

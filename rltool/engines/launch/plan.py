@@ -59,7 +59,7 @@ class Seat:
 @dataclass(frozen=True)
 class Model:
     """What engines of a model serve. return_routed_experts, lora_rank, lora_slots: all of them at least, whatever their
-    groups set. quantised: the same directory as `quantization` describes it, for engines that quantise nothing
+    groups set. quantized_copy: the same directory as `quantization` describes it, for engines that quantise nothing
     themselves."""
 
     path: Path
@@ -70,7 +70,7 @@ class Model:
     lora_rank: int = 0
     lora_slots: int = 1
     quantization: dict[str, Any] | None = None
-    quantised: Path | None = None
+    quantized_copy: Path | None = None
     exact: bool = False
 
 
@@ -287,8 +287,8 @@ def _processes(
             f"group {group.name!r}: {dialect(group.engine).label} was to compute exactly (algorithm.exact): {why}"
         )
     path, quantization = model.path, model.quantization
-    if model.quantised is not None and not launches(group.engine).quantises:
-        path, quantization = model.quantised, None
+    if model.quantized_copy is not None and not launches(group.engine).quantizes:
+        path, quantization = model.quantized_copy, None
     for rank, seat in enumerate(seats):
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,

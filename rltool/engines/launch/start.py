@@ -74,13 +74,13 @@ class Order:
     def quantized(self, name: str, config: dict[str, Any], directory: Path | None = None) -> Order:
         """The same with engines of that model that quantise what they load; config: a quantization_config. directory:
         of the model as it is then, for those of them that read it so."""
-        model = replace(self.models[name], quantization=config, quantised=directory)
+        model = replace(self.models[name], quantization=config, quantized_copy=directory)
         return replace(self, models={**self.models, name: model})
 
     def reads_quantized(self, name: str) -> bool:
         """Whether an engine of that model is of a kind that quantises nothing itself."""
         groups = (group for group in self.groups if group.model == name and group.role != "placeholder")
-        return any(not dialect_of(group.engine).quantises for group in groups)
+        return any(not dialect_of(group.engine).quantizes for group in groups)
 
 
 def order_of_flags(config: ServeConfig) -> Order:

@@ -71,26 +71,29 @@ def expected_plan(
     config: TrainConfig, plan: PlacementPlan, run: RunDirectory, hosts: Sequence[Host]
 ) -> EnginePlan:
     """What --dry-run shows: the engines on these hosts, were the trainer's ranks to take the first GPUs; behind them,
-    or on them if they are shared. Ports are numbered from 20000: the real ones are found when the run starts."""
+    or on them if they are shared. Ports are numbered from 20000: the real ones are found when the run starts. The model
+    is the configured one also where engines will read a copy in FP8, which is written then."""
     ranks, left = len(plan.trainer) if plan.device == "cuda" else 0, []
     for host in hosts:
         taken = min(ranks, len(host.gpus))
         ranks -= taken
         left.append(Host(host.name, host.address, host.gpus[:taken] if plan.shares_gpus else host.gpus[taken:]))
-    settings = _settings(order_of_run(config, run), plan, run, spread=config.ray.address is not None)
+    settings = _settings(order_of_run(config), plan, run, spread=config.ray.address is not None)
     seats = seat_slots(plan.slots, left)
     needs = port_needs(plan.slots, seats, settings)
     ports = handed_out({key: range(20_000, 20_000 + count) for key, count in needs.free.items()})
     return plan_engines(plan.slots, seats, settings, ports)
 
 
-def order_of_run(config: TrainConfig, run: RunDirectory) -> Order:
-    """The groups and models of the configuration, with engines in FP8 where it says so."""
+def order_of_run(config: TrainConfig, run: RunDirectory | None = None) -> Order:
+    """The groups and models of the configuration, with engines in FP8 where it says so. run: has the copies of models
+    that engines read which quantise nothing."""
     order = order_of_file(config)
     if config.engines.quantization != "fp8":
         return order
     family = family_for(read_hf_config(config.model.path), config.model.family)
-    copy = fp8_copy(config.model.path, run.quantized_dir) if order.reads_quantized(POLICY) else None
+    copies = None if run is None or not order.reads_quantized(POLICY) else run.quantized_dir
+    copy = None if copies is None else fp8_copy(config.model.path, copies)
     return order.quantized(POLICY, quantization_config(family), copy)
 
 
@@ -158,11 +161,11 @@ class ManagedEngines:
     def _write_quantized(self, look: Waiting) -> None:
         """Of the policy, where engines read it so. They find it where the run's directory is theirs, too."""
         model = self._order.models[POLICY]
-        if model.quantised is None:
+        if model.quantized_copy is None:
             return
         write = partial(write_fp8_copy, own=self._config.model.family, report=self._console.log_line)
         with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(write, model.path, model.quantised)
+            done = thread.submit(write, model.path, model.quantized_copy)
             while not done.done():
                 look(1.0)
             done.result()

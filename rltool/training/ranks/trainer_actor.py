@@ -54,7 +54,12 @@ class _Parts:
     sender: WeightSender
 
 
-@cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": 2})  # which its overloads do not have
+READY = 32
+"""Calls of `ready` at a time. It waits: were there fewer threads than engines that a rank sends to, those that wait for
+the next bucket could keep out the one whose call the rank waits for, and the sync of that engine would fail."""
+
+
+@cast(Any, ray.remote)(concurrency_groups={"abort": 1, "ready": READY})  # which its overloads do not have
 class TrainerActor:
     """One Megatron rank. Ray runs its methods one at a time on one thread, which Megatron's CPU mode needs; those of
     the concurrency groups "abort" and "ready" run beside them, on others."""

@@ -25,7 +25,8 @@ from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
 from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
 from rltool.processes.run_directory import RunDirectory
-from rltool.training.cluster.managed import order_of_run
+from rltool.training.cluster.managed import expected_plan, order_of_run
+from rltool.training.cluster.placement import plan_placement
 from rltool.training.manager.compare_weights import checksums_of_directory
 from rltool.weights.verify.implied_checksums import implied_checksums
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
@@ -170,15 +171,30 @@ def plain(directory, tmp_path):
     return path, family
 
 
+def test_a_scale_is_the_correctly_rounded_quotient():
+    """As a CPU divides: with the reciprocal of 448, which CUDA takes for a number of Python's, some would be other."""
+    largest = torch.linspace(0.1, 7.0, 999)
+    blocks = torch.zeros(999 * fp8.BLOCK, 1)
+    blocks[:: fp8.BLOCK, 0] = largest
+    _, scales = fp8.quantized(blocks)
+    exact = (largest.double() / 448).float()
+    assert torch.equal(scales[:, 0], exact) and not torch.equal(exact, largest * torch.tensor(1 / 448))
+
+
 def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_once(plain, tmp_path):
     path, family = plain
     run = RunDirectory(tmp_path / "runs" / "one")
     groups = 'engines.groups=[{name="a",gpus=[0]},{name="b",engine="sglang",gpus=[1]}]'
     sets = [f"model.path={path}", 'engines.quantization="fp8"', groups]
-    order = order_of_run(load_config(TrainConfig, [], sets, rules=()).config, run)
+    config = load_config(TrainConfig, [], sets, rules=()).config
+    order = order_of_run(config, run)
     assert order.reads_quantized(POLICY)
-    copy = order.models[POLICY].quantised
+    copy = order.models[POLICY].quantized_copy
     assert copy is not None and copy.parent == run.quantized_dir and not run.path.exists()
+    managed = load_config(TrainConfig, [], [*sets, 'engines.mode="managed"'], rules=()).config
+    plan = plan_placement(managed, gpu=True)
+    expected = expected_plan(managed, plan, run, [Host("h", gpus=(0, 1, 2))]).launches
+    assert {launch.model for launch in expected} == {path}, "what is checked before the copy is there"
     slots = engine_slots(order.groups)
     seats = seat_slots(slots, [Host("h", gpus=(0, 1))])
     settings = Settings(order.models, run.key_file, run.state_dir)
@@ -230,7 +246,7 @@ def test_serve_engines_writes_the_copy_before_it_starts_an_sglang(plain, capsys,
         with pytest.raises(SystemExit):
             main([*words, "--gpus", "0"])
     said = " ".join("".join(capsys.readouterr()).split())
-    copy, none = (order.models[POLICY].quantised for order in started)
+    copy, none = (order.models[POLICY].quantized_copy for order in started)
     assert none is None and not (tmp_path / "runs/vllm/quantized").exists()
     assert [copy] == list((tmp_path / "runs/sglang/quantized").iterdir()) and "far enough" in said, said
     assert is_fp8(json.loads((copy / "config.json").read_text())) and (copy / "tokenizer.json").exists()
