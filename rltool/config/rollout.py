@@ -412,7 +412,7 @@ class DeadlinesConfig(Config):
     """For each step of a weight sync; steps that engines and trainer share may take two or three times this. For one
     engine to join its transfer group, or to take one bucket of weights, a quarter of it; then it is out of this
     sync. One that fails after more than that is left out of syncs for ten times as long as it took, if others are
-    there."""
+    there and it is not colocated."""
     step: float = Field(default=7200.0, gt=0)
     """For each large part of a training step: the next batch to be complete, an evaluation of all sets, one call to the
     trainer's ranks (log-probabilities, an optimizer step, a save)."""

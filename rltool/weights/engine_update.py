@@ -167,11 +167,13 @@ class EngineUpdate:
         """Given up in this sync: STALE, and to be connected anew. The first reason is the one to report.
 
         One that fell silent is SUSPECT at once: left STALE it would be tried again, and waited for, by every sync. So
-        would one behind a slow link: it is left out of the next ones. own: it is the engine's failure, or its link's.
+        would one behind a slow link: it is left out of the next ones, unless engines share the trainer's GPUs, where a
+        sync alone wakes them. own: it is the engine's failure, or its link's.
         """
         if self.failure is not None:
             return
-        if is_slow := own and not self.is_silent and self.took > self.plan.bucket_deadline:
+        can_be_left_out = own and not self.is_silent and self.plan.gpus is None
+        if is_slow := can_be_left_out and self.took > self.plan.bucket_deadline:
             reason += (
                 f" (left out of syncs for {PUT_OFF * self.took:.0f} s, as this one waited {self.took:.0f} s for it)"
             )

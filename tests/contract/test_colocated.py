@@ -346,6 +346,26 @@ def test_an_engine_that_does_not_wake_up_is_ended_and_the_others_go_on(serve, st
     asyncio.run(run())
 
 
+def test_an_engine_that_holds_up_a_sync_is_in_the_next_one_again(serve, stack):
+    """A sync alone wakes it up: one that was left out would be ended."""
+    sick, other = stack.enter_context(vllm()), stack.enter_context(vllm())
+
+    async def run() -> None:
+        async with serve([sick, other]) as it:
+            await it.step(0)
+            sick.hang("/update_weights")
+            report = await it.service.sync_weights(1)
+            assert report.updated == (other.url,)
+            assert "/update_weights" in report.failed[sick.url] and "left out" not in report.failed[sick.url]
+            await it.service.next_batch(1)
+            await it.service.free_gpus()
+            sick.heal()
+            report = await it.service.sync_weights(2)
+            assert set(report.updated) == {sick.url, other.url} and it.processes.log == []
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_dies_while_the_trainer_works_is_started_in_the_engines_turn(serve, stack):
     victim, other = stack.enter_context(vllm()), stack.enter_context(vllm())
 
