@@ -20,6 +20,7 @@ from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_model, make_prompts
 from rltool.engines.client import EngineClient
 from rltool.engines.endpoints import resolve
+from rltool.engines.transfer import fp8
 from tests.e2e.engines import sglang_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -126,6 +127,12 @@ def train_and_compare(
     with pytest.raises(AssertionError, match="other weights than"):
         rltool("debug", "weights", endpoints, "--checkpoint", str(model))
     return steps
+
+
+def test_matrices_in_fp8_are_the_same_bits_on_a_gpu_as_on_a_cpu():
+    matrix = torch.randn(1152, 896, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for here, there in zip(fp8.quantized(matrix), fp8.quantized(matrix.cuda()), strict=True):
+        assert torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
 
 
 SGLANG = (
