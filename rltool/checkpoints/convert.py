@@ -24,7 +24,7 @@ from rltool.checkpoints.streamed import ShardedLayout, TorchDistReader
 from rltool.checkpoints.torch_dist import STATE, finish, open_verified
 from rltool.checkpoints.verify import Read, compare_carried, compare_logits, compare_tensors
 from rltool.config.parallel import ParallelLayout
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.megatron.export_plan import ExportPlan, full_plan
 from rltool.megatron.fp8 import fp8_plan
 from rltool.megatron.runtime import Rendezvous, Runtime
@@ -154,16 +154,23 @@ def fp8_copy(source: Path, root: Path) -> Path:
     """Where below `root` the Hugging Face directory `source` lies in FP8, once `write_fp8_copy` has written it: another
     place for other files, or other times of them."""
     source = source.absolute()
-    files = sorted((path.name, path.stat()) for path in source.iterdir() if path.suffix in (".json", ".safetensors"))
-    facts = [str(source), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in files)]
+    files = {*carried_files(source), *source.glob("*.json"), *source.glob("*.safetensors")}
+    stats = sorted((path.name, path.stat()) for path in files)
+    facts = [str(source), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)]
     return root / f"{source.name}-fp8-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:8]}"
 
 
 def write_fp8_copy(source: Path, target: Path, *, own: str | None, report: Report) -> None:
-    """`to_fp8`, unless that was done."""
-    if not target.exists():
-        report(f"writing {source} in FP8 to {target}")
-        to_fp8(source, target, verify=False, own=own)
+    """`to_fp8`, unless that was done. One process writes it at a time; the others wait. Errors as in `to_fp8`, and
+    RltoolError where it cannot be written."""
+    try:
+        with directories.alone(target.parent):
+            if not target.exists():
+                report(f"writing {source} in FP8 to {target}")
+                to_fp8(source, target, verify=False, own=own)
+    except OSError as error:
+        reason = error.strerror or error
+        raise RltoolError(f"{source} was not written in FP8 (half of it in bfloat16) to {target}: {reason}") from error
 
 
 def _check_no_run(source: Path) -> None:

@@ -145,6 +145,21 @@ def reading(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+@contextmanager
+def alone(directory: Path) -> Iterator[None]:
+    """Waits until no other process is inside this block for the directory, which is made; on other hosts too where file
+    locks reach them. Leftovers of unfinished writes are removed."""
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        _lock(descriptor, fcntl.LOCK_EX)
+        for partial in directory.glob(".*.partial"):
+            shutil.rmtree(partial, ignore_errors=True)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def remove_unread(directory: Path) -> bool:
     """Deletes a checkpoint unless it is being read (`reading`); then False.
     Also one that is damaged, or has lost its manifest."""

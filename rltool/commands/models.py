@@ -59,7 +59,7 @@ def show(
     gpu_memory: Annotated[
         float | None, typer.Option(help="GiB of each; default: of the smallest here, or 80.")
     ] = None,
-    tokens: Annotated[int, typer.Option(help="trainer.max_tokens_per_micro_batch.")] = 16384,
+    tokens: Annotated[int, typer.Option(min=1, help="trainer.max_tokens_per_micro_batch.")] = 16384,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", help="trainer.KEY=VALUE of a layout of yours (tensor_parallel, recompute, ...)."),

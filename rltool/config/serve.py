@@ -201,7 +201,7 @@ class ServeConfig(Config):
     lora_slots: int = Field(default=4, ge=1)
     """Adapters that it holds at a time."""
     quantization: Literal["none", "fp8"] = "none"
-    """fp8: linear layers are quantised when they are loaded, or in a copy beside the run (SGLang); for runs with
+    """fp8: linear layers are quantised when they are loaded, SGLang's in a copy in the run's directory; for runs with
     engines.quantization = "fp8"."""
     exact: bool = False
     """vLLM's batch-invariant kernels, which the trainer of a run with algorithm.exact computes with too."""

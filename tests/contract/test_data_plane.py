@@ -401,6 +401,24 @@ def test_requests_that_paused_engines_refuse_go_on_after_the_pause_and_are_nobod
     asyncio.run(run())
 
 
+def test_an_engine_that_says_for_longer_than_a_request_may_take_that_it_is_paused_fails_requests(stack, monkeypatch):
+    """Another trainer has paused it, and is gone."""
+    monkeypatch.setattr(data_plane, "RETRY_SECONDS", 0.01)
+    engine = stack.enter_context(FakeVllm(plugin=False))
+
+    async def run():
+        async with rig(engine, deadline=0.5) as r:
+            engine.engine_version = "0.33.0"
+            await r.client.run(r.endpoints[engine.url], dialect("vllm").pause("abort"), timeout=LONG)
+            task = asyncio.create_task(r.plane.generate(request(0)))
+            await until(lambda: r.plane.counts["failed_requests"] > 0, "it fails them")
+            assert min(r.generated()) > 3
+            await r.client.run(r.endpoints[engine.url], dialect("vllm").resume(), timeout=LONG)
+            task.cancel()
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_keeps_a_request_beyond_the_deadline_has_failed_and_another_gets_it(two):
     two[0].hang(GENERATE)
 

@@ -192,7 +192,7 @@ def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
     serving = sglang(work, rltool, model, f"synced-{transport}", "--quantization", "fp8", "--gpus", gpu)
     endpoints = next(serving)
     try:
-        [copy] = (work / f"synced-{transport}/fp8/quantized").iterdir()
+        [copy] = (work / f"synced-{transport}/fp8/quantized").glob("[!.]*")
         assert (copy / "tokenizer.json").exists()
         before, name = scores(endpoints), f"to-sglang-{transport}"
         rltool("init", f"{name}.toml")

@@ -221,8 +221,7 @@ def _generation_flags(launch: EngineLaunch) -> list[str]:
     overrides = {} if launch.exact else head_dtype(launch)
     # What torch.compile fuses rounds in other places; the head is exact in the model's dtype alone. FULL is right with
     # batch-invariant kernels alone: FlashAttention 3 plans ahead else, and a graph of a batch with requests that are
-    # at their prompts replays the plan of another (480 requests: a KL of 4.9 from the truth; pytorch/torchtitan
-    # issue 3668).
+    # at their prompts replays the plan of another (vLLM 0.32 with 480 requests; pytorch/torchtitan issue 3668).
     if launch.exact:
         flags += ["--compilation-config", json.dumps({"mode": 0, "cudagraph_mode": "FULL"})]
     if launch.quantization is not None:

@@ -31,6 +31,6 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     largest = blocks.abs().amax((1, 3))
     # By a tensor: CUDA multiplies with the reciprocal of a number of Python's, which rounds another way.
-    scale = torch.where(largest > 0, largest / largest.new_tensor(_LARGEST), 1.0)
+    scale = torch.where(largest > 0, largest / torch.full_like(largest, _LARGEST), 1.0)
     values = (blocks / scale[:, None, :, None]).clamp_(-_LARGEST, _LARGEST).to(DTYPE)
     return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale

@@ -158,6 +158,8 @@ class DataPlane:
         self._homes: OrderedDict[str, tuple[str, str | None]] = OrderedDict()
         """Session -> engine and prefill engine of its newest request."""
         self._sending: dict[Attempt, asyncio.Future[list[Completion]]] = {}
+        self._paused_since: dict[str, float] = {}
+        """Address -> when it first refused a request for a pause, since it last answered one."""
         self._withdrawn: dict[Attempt, bool] = {}
         """Attempts that were cancelled, and whether their engine failed on them."""
         self._failed_engines: set[str] = set()
@@ -426,7 +428,7 @@ class DataPlane:
             except CacheOutdated as error:
                 raise _NotItsFault(str(error)) from error
             except EngineError as error:
-                if says_paused(error):
+                if says_paused(error) and self._may_be_paused(attempt.endpoint.url):
                     raise _NotItsFault(str(error)) from error
                 known = error.named("deadlines.generate") if isinstance(error, EngineTimedOut) else error
                 self._failed(attempt, known)
@@ -436,7 +438,12 @@ class DataPlane:
         self._judge_versions(attempt, completions, published)
         for url in self._engines(attempt):
             self._fleet.request_succeeded(url, sent_at=attempt.sent_at)
+        self._paused_since.pop(attempt.endpoint.url, None)
         return completions
+
+    def _may_be_paused(self, url: str) -> bool:
+        """Whether a pause can be this long: a request that waits in a paused engine has failed after the deadline."""
+        return self._clock() - self._paused_since.setdefault(url, self._clock()) < self._deadline
 
     async def _generate(
         self, attempt: Attempt, request: GenerateRequest, stream: TokenStream | None

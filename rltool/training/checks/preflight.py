@@ -340,15 +340,16 @@ def _fp8_problems(
     engine: EngineEndpoint, info: EngineInfo, config: TrainConfig, trainer_device: str
 ) -> Sequence[str]:
     serves, is_sent = is_fp8(info.model_config), config.engines.quantization == "fp8"
-    if serves and is_sent:
+    is_known = info.vocab_size is not None  # else the first sync compares values (`uncompared`)
+    if is_sent and (serves or not is_known):
         shares, backend = config.engines.shares_gpus, None
         with suppress(UsageError):  # _weight_problems has it
             backend = choose_for(engine, info, config.weights, trainer_device, shares_gpus=shares)
         with suppress(UsageError):
             why = controls(info.dialect).not_sent_fp8(info, backend, sleeps=shares)
             return [] if why is None else [why]
-    if is_sent and info.vocab_size is None:
-        return []  # nobody knows what it serves (`uncompared`): the first sync compares values
+    if is_sent and not is_known:
+        return []
     if serves and not is_sent:
         return ['serves FP8 files, and takes no bfloat16 weights then: set engines.quantization = "fp8"']
     if is_sent and not serves:

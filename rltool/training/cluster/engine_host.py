@@ -48,6 +48,11 @@ class EngineHost:
     async def hold(self, needs: PortNeeds) -> Mapping[tuple[str, str], Sequence[int]]:
         return self._engines.hold(needs)
 
+    async def write_fp8_copy(self, source: Path, target: Path, own: str | None) -> None:
+        from rltool.checkpoints.convert import write_fp8_copy
+
+        await asyncio.to_thread(write_fp8_copy, source, target, own=own, report=write_line)
+
     async def start(self, launches: Sequence[EngineLaunch]) -> None:
         await asyncio.to_thread(self._engines.start, launches)
 

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltool.checkpoints.convert import fp8_copy, write_fp8_copy
+from rltool.checkpoints.convert import fp8_copy
 from rltool.config.serve import POLICY, EngineLaunch
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
@@ -140,7 +138,6 @@ class ManagedEngines:
                 if slot.group.model == POLICY
             ]
             check_reach(self._config.weights, self._config.trainer.layout, nodes, policy)
-        self._write_quantized(look)
         settings = _settings(self._order, self._plan, self._run, spread=self._config.ray.address is not None)
         needs = port_needs(self._plan.slots, seats, settings)
         held = self._all(
@@ -151,6 +148,7 @@ class ManagedEngines:
         plan = plan_engines(self._plan.slots, seats, settings, handed_out(ports))
         for line in describe_plan(plan, name_hosts=len(self._hosts) > 1):
             self._console.log_line(line)
+        self._write_fp8_copies(plan, look)
         self._launches, self._started = plan.launches, True
         self._all(
             [actor.start.remote([x for x in plan.launches if x.node == node]) for node, actor in self._hosts],
@@ -158,17 +156,20 @@ class ManagedEngines:
         )  # fmt: skip
         self._ready = [actor.ready.remote() for _, actor in self._hosts]
 
-    def _write_quantized(self, look: Waiting) -> None:
-        """Of the policy, where engines read it so. They find it where the run's directory is theirs, too."""
+    def _write_fp8_copies(self, plan: EnginePlan, look: Waiting) -> None:
+        """Of the policy, on each host with engines that read it so; one does for hosts that share the directory."""
         model = self._order.models[POLICY]
-        if model.quantized_copy is None:
+        if (copy := model.quantized_copy) is None:
             return
-        write = partial(write_fp8_copy, own=self._config.model.family, report=self._console.log_line)
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(write, model.path, model.quantized_copy)
-            while not done.done():
-                look(1.0)
-            done.result()
+        nodes = {launch.node for launch in plan.launches if launch.model == copy.absolute()}
+        self._console.log_line(f"engines read {model.path} in FP8: {copy}, which is written unless it is there")
+        self._all(
+            [
+                actor.write_fp8_copy.remote(model.path.absolute(), copy.absolute(), self._config.model.family)
+                for node, actor in self._hosts if node in nodes
+            ],
+            self._config.deadlines.step, "deadlines.step", look,
+        )  # fmt: skip
 
     def wait(self, look: Waiting) -> dict[str, ModelEndpoints]:
         """The engines by model, once all serve. Raises ProcessFailed for the first that died or is late."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from rltool.checkpoints import convert
 from rltool.checkpoints.convert import fp8_copy, to_fp8, write_fp8_copy
 from rltool.cli import main
 from rltool.config.loader import load_config
@@ -19,14 +24,16 @@ from rltool.engines.dialects.checksums import ParameterLayout
 from rltool.engines.launch.plan import Host, Settings, engine_slots, plan_engines, seat_slots
 from rltool.engines.transfer import fp8
 from rltool.engines.transfer.wire import tensor_bytes
-from rltool.errors import UsageError
+from rltool.errors import RltoolError, UsageError
 from rltool.megatron.export_plan import full_plan
 from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
 from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
-from rltool.processes.run_directory import RunDirectory
+from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.training.cluster import managed
 from rltool.training.cluster.managed import expected_plan, order_of_run
 from rltool.training.cluster.placement import plan_placement
+from rltool.training.cluster.places import Place
 from rltool.training.manager.compare_weights import checksums_of_directory
 from rltool.weights.verify.implied_checksums import implied_checksums
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
@@ -172,7 +179,8 @@ def plain(directory, tmp_path):
 
 
 def test_a_scale_is_the_correctly_rounded_quotient():
-    """As a CPU divides: with the reciprocal of 448, which CUDA takes for a number of Python's, some would be other."""
+    """With the reciprocal of 448, which CUDA takes for a number of Python's, some would be other; tests/gpu has the
+    comparison."""
     largest = torch.linspace(0.1, 7.0, 999)
     blocks = torch.zeros(999 * fp8.BLOCK, 1)
     blocks[:: fp8.BLOCK, 0] = largest
@@ -191,9 +199,9 @@ def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_onc
     assert order.reads_quantized(POLICY)
     copy = order.models[POLICY].quantized_copy
     assert copy is not None and copy.parent == run.quantized_dir and not run.path.exists()
-    managed = load_config(TrainConfig, [], [*sets, 'engines.mode="managed"'], rules=()).config
-    plan = plan_placement(managed, gpu=True)
-    expected = expected_plan(managed, plan, run, [Host("h", gpus=(0, 1, 2))]).launches
+    run_by_it = load_config(TrainConfig, [], [*sets, 'engines.mode="managed"'], rules=()).config
+    plan = plan_placement(run_by_it, gpu=True)
+    expected = expected_plan(run_by_it, plan, run, [Host("h", gpus=(0, 1, 2))]).launches
     assert {launch.model for launch in expected} == {path}, "what is checked before the copy is there"
     slots = engine_slots(order.groups)
     seats = seat_slots(slots, [Host("h", gpus=(0, 1))])
@@ -211,6 +219,65 @@ def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_onc
     }
     os.utime(path / "model.safetensors", (0, 0))
     assert fp8_copy(path, run.quantized_dir) != copy, "other files"
+
+
+def test_a_managed_sglang_starts_on_the_copy_once_its_host_has_written_it(plain, tmp_path, monkeypatch):
+    path, _ = plain
+    config = load_config(
+        TrainConfig, [], [f"model.path={path}", *MANAGED[1:], 'engines.groups=[{engine="sglang"}]'], rules=()
+    ).config
+    started, asked = [], []
+
+    def start(launches):
+        assert all((launch.model / "config.json").is_file() for launch in launches)
+        started.extend(launches)
+
+    def write(*given):
+        asked.append(given)
+        write_fp8_copy(given[0], given[1], own=given[2], report=lambda line: None)
+
+    methods = {
+        "hold": lambda needs: {key: range(20_000, 20_000 + count) for key, count in needs.free.items()},
+        "write_fp8_copy": write, "start": start, "ready": lambda: None,
+    }  # fmt: skip
+    host = SimpleNamespace(**{name: SimpleNamespace(remote=method) for name, method in methods.items()})
+    actor = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *given: host))
+    monkeypatch.setattr(managed, "EngineHost", actor)
+    monkeypatch.setattr(managed, "PlacementGroupSchedulingStrategy", lambda *_, **__: None)
+    monkeypatch.setattr(managed, "get_all", lambda refs, *_, **__: refs)
+    run, plan = open_run("one", create=True, root=tmp_path / "runs"), plan_placement(config, gpu=True)
+    places = [Place(0, "node", "127.0.0.1", (0,)), Place(1, "node", "127.0.0.1", (1,))]
+    console = SimpleNamespace(log_line=lambda line: None)
+    engines = managed.ManagedEngines(config, run, plan, None, places, tmp_path, console)
+    engines.start(lambda seconds: None)
+    [copy] = run.quantized_dir.glob("[!.]*")
+    assert [launch.model for launch in started] == [copy] and asked == [(path, copy, None)]
+    assert is_fp8(json.loads((copy / "config.json").read_text()))
+
+
+def test_of_two_that_want_a_copy_one_writes_it_and_the_other_waits(plain, tmp_path, monkeypatch):
+    path, _ = plain
+    copy, inside = tmp_path / "quantized" / "copy", []
+    (copy.parent / ".other.partial").mkdir(parents=True)
+
+    def slowly(source, target, **_):
+        inside.append(target)
+        time.sleep(0.3)
+        assert inside == [target], "alone"
+        target.mkdir()
+
+    monkeypatch.setattr(convert, "to_fp8", slowly)
+    with ThreadPoolExecutor(2) as threads:
+        wants = [threads.submit(write_fp8_copy, path, copy, own=None, report=lambda line: None) for _ in range(2)]
+        assert [want.result() for want in wants] == [None, None]
+    assert inside == [copy] and sorted(file.name for file in copy.parent.iterdir()) == [".lock", "copy"]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(convert, "to_fp8", full)
+    with pytest.raises(RltoolError, match="was not written in FP8 .* to .*: No space left on device"):
+        write_fp8_copy(path, copy.with_name("next"), own=None, report=lambda line: None)
 
 
 def test_an_sglang_on_a_cpu_is_refused_and_a_dry_run_tells_of_the_copy(plain, capsys, monkeypatch, tmp_path):
@@ -248,5 +315,5 @@ def test_serve_engines_writes_the_copy_before_it_starts_an_sglang(plain, capsys,
     said = " ".join("".join(capsys.readouterr()).split())
     copy, none = (order.models[POLICY].quantized_copy for order in started)
     assert none is None and not (tmp_path / "runs/vllm/quantized").exists()
-    assert [copy] == list((tmp_path / "runs/sglang/quantized").iterdir()) and "far enough" in said, said
+    assert [copy] == list((tmp_path / "runs/sglang/quantized").glob("[!.]*")) and "far enough" in said, said
     assert is_fp8(json.loads((copy / "config.json").read_text())) and (copy / "tokenizer.json").exists()
