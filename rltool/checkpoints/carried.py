@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rltool.models.hf_directory import HFTensors
-from rltool.models.quantized import unquantized
+from rltool.models.quantized import described
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import CARRIED, files_with_carried
 
@@ -44,13 +44,11 @@ def carry(
     files = carried_files(source)
     for path in files:
         shutil.copyfile(path, target / path.name)
-    config = unquantized(json.loads((target / "config.json").read_text(encoding="utf-8")))
+    config = described(json.loads((target / "config.json").read_text(encoding="utf-8")), quantization)
     # transformers 5 writes "dtype", before it was "torch_dtype"; engines read either.
     config["torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"] = dtype
     if isinstance(text := config.get("text_config"), dict) and "dtype" in text:
         text["dtype"] = dtype
-    if quantization is not None:
-        config["quantization_config"] = dict(quantization)
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [path.name for path in files]
 

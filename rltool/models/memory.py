@@ -77,7 +77,7 @@ FULL = LoraConfig()
 
 def rank_state(
     family: Family, layout: ParallelLayout, stage: int, *, dtype: str, distributed: bool, lora: LoraConfig = FULL
-) -> RankMemory:  # fmt: skip
+) -> RankMemory:
     """What each rank of a pipeline stage holds between two steps. distributed: trainer.distributed_optimizer, whose
     padding (of each tensor to 64 numbers) is left out. With adapters the model has weights alone, and they have all in
     float32."""

@@ -12,6 +12,7 @@ and `X.weight_scale_inv` with a number for each block of 128 x 128; a weight is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def format_of(config: dict[str, Any]) -> str | None:
 def unquantized(config: dict[str, Any]) -> dict[str, Any]:
     """The config.json of the same weights as they are read here; others as they are."""
     return {key: value for key, value in config.items() if key != "quantization_config" or format_of(config) is None}
+
+
+def described(config: dict[str, Any], quantization: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The config.json of the same weights in what `quantization` (a quantization_config) says; None: as they are read
+    here."""
+    found = unquantized(config)
+    return found if quantization is None else found | {"quantization_config": dict(quantization)}
 
 
 def dequantized_fp8(values: Tensor, scale: Tensor) -> Tensor:

@@ -12,13 +12,12 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.gpu_memory import gpu_memory_gib
 from benchmarks.trainer_speed import SHAPES
 from benchmarks.whole_step import make_model, make_prompts
 from tests.e2e.engines import sglang_python
-from tests.gpu.test_weights import SGLANG
+from tests.gpu.test_weights import SGLANG, on_two_gpus
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 
@@ -138,7 +137,7 @@ SHARDED = {
 SMALLER = FAMILIES | {"0.5B": {"num_hidden_layers": 4}}
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 @pytest.mark.parametrize("case", SHARDED)
 def test_workers_read_what_they_store_out_of_the_memory_of_ranks_on_both_gpus(tmp_path, monkeypatch, case):
     """weights.sharded over CUDA IPC: no rank gathers, and engines have the trainer's bytes."""

@@ -24,6 +24,7 @@ from rltool.engines.transfer import fp8
 from tests.e2e.engines import sglang_python
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+on_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 STEPS = 4
 """The first two updates are loaded by vLLM's reload, the others replayed as copies."""
@@ -88,7 +89,7 @@ def test_an_engine_on_the_trainers_gpu_has_the_trainers_weights(work, rltool, mo
     train_and_compare(work, rltool, model, endpoints, transport, {"trainer.share_gpus": "true"})
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@on_two_gpus
 @pytest.mark.parametrize("transport", ["nccl", "disk", "gloo"])
 @pytest.mark.parametrize("model", SMALLER, indirect=True)
 def test_sharded_weights_reach_an_engine_on_another_gpu(work, rltool, model, elsewhere, transport):
@@ -179,15 +180,13 @@ TO_SGLANG = {
 }
 
 
-@pytest.mark.parametrize("transport", TO_SGLANG)
+@pytest.mark.parametrize("transport", ["gloo", "disk", pytest.param("nccl", marks=on_two_gpus)])
 @pytest.mark.parametrize("model", ["0.5B"], indirect=True)
 def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
     work, rltool, model, transport, monkeypatch
 ):
     """serve-engines --quantization fp8 on the bfloat16 model, three steps, and a fresh engine on the last weights."""
     gpu, more = TO_SGLANG[transport]
-    if torch.cuda.device_count() <= int(gpu):
-        pytest.skip("needs two GPUs")
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")  # as SGLang sets it for itself
     serving = sglang(work, rltool, model, f"synced-{transport}", "--quantization", "fp8", "--gpus", gpu)
     endpoints = next(serving)

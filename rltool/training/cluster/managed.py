@@ -90,8 +90,9 @@ def order_of_run(config: TrainConfig, run: RunDirectory | None = None) -> Order:
     if config.engines.quantization != "fp8":
         return order
     family = family_for(read_hf_config(config.model.path), config.model.family)
-    copies = None if run is None or not order.reads_quantized(POLICY) else run.quantized_dir
-    copy = None if copies is None else fp8_copy(config.model.path, copies)
+    copy = None
+    if run is not None and order.reads_quantized(POLICY):
+        copy = fp8_copy(config.model.path, run.quantized_dir)
     return order.quantized(POLICY, quantization_config(family), copy)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from rltool.engines.delta.store import Store
 from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket
 from rltool.engines.weight_version import WeightVersion
+from rltool.models.quantized import described
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,15 @@ class Published:
 class DeltaWriter:
     """Not thread-safe. anchor_every: versions from one anchor to the next.
 
-    model_files: a directory whose *.json go with every anchor, so that its directory is a checkpoint.
+    model_files: a directory whose *.json go with every anchor, so that its directory is a checkpoint. quantization:
+    of the ExportPlan, for config.json.
     """
 
-    def __init__(self, store: Store, *, anchor_every: int, model_files: Path) -> None:
+    def __init__(
+        self, store: Store, *, anchor_every: int, model_files: Path, quantization: Mapping[str, Any] | None = None
+    ) -> None:
         self._store, self._anchor_every, self._model_files = store, anchor_every, model_files
+        self._quantization = quantization
         self._buckets: tuple[Bucket, ...] = ()
         self._copy: list[Tensor] = []
         self._chain: list[Manifest] = []
@@ -141,6 +147,9 @@ class DeltaWriter:
             for path in sorted(self._model_files.glob("*.json"))
             if chain.is_model_file(path.name) and not path.name.endswith(".index.json")
         }
+        if self._quantization is not None and "config.json" in files:
+            config = described(json.loads(files["config.json"]), self._quantization)
+            files["config.json"] = json.dumps(config, indent=2).encode()
         files["model.safetensors.index.json"] = self._index()
         for name, data in files.items():
             self._store.put(f"{chain.directory(version)}/{name}", data)

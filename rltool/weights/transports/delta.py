@@ -47,9 +47,11 @@ class DeltaSender(SenderTransport):
 
     def join(self, seconds: float) -> None:
         if self._writer is None:
-            config = self._options.config
-            store = open_store(config.store or "")
-            self._writer = DeltaWriter(store, anchor_every=config.anchor_every, model_files=self._options.model_files)
+            options = self._options
+            self._writer = DeltaWriter(
+                open_store(options.config.store or ""), anchor_every=options.config.anchor_every,
+                model_files=options.model_files, quantization=options.quantization,
+            )  # fmt: skip
 
     @property
     def memory(self) -> Memory:

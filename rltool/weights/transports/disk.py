@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rltool.engines.transfer.wire import bucket_bytes, split_flat
 from rltool.engines.types import Bucket, EngineInfo, HttpRequest
-from rltool.models.quantized import unquantized
+from rltool.models.quantized import described
 from rltool.weights.memory import Memory
 from rltool.weights.transport import Receiver, Rendezvous, SenderOptions, SenderTransport, Transport, TransportError
 from rltool.weights.transports import sglang, vllm
@@ -99,8 +99,8 @@ class DiskSender(SenderTransport):
                 shutil.copy2(file, self._temporary / file.name)
         if self.options.quantization is not None:
             config = self._temporary / "config.json"
-            found = unquantized(json.loads(config.read_text())) | {"quantization_config": {**self.options.quantization}}
-            config.write_text(json.dumps(found, indent=2) + "\n")
+            found = described(json.loads(config.read_text(encoding="utf-8")), self.options.quantization)
+            config.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         directory = version_directory(self.options.directory, self._version)
         shutil.rmtree(directory, ignore_errors=True)
         os.replace(self._temporary, directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from tests.ranks import flat_bytes
 
 RUN = "0123456789abcdef0123456789abcdef"
 ENGINE = "http://10.0.0.5:8101"
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 
 
 def publish(writer: DeltaWriter, number: int) -> str:
@@ -57,6 +59,13 @@ def store(tmp_path):
 @pytest.fixture
 def writer(store, tmp_path):
     return DeltaWriter(store, anchor_every=10, model_files=tmp_path)
+
+
+def test_the_config_beside_an_anchor_says_what_its_weights_are_quantised_to(store, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "quantization_config": FP8 | {"old": 1}}))
+    publish(DeltaWriter(store, anchor_every=10, model_files=tmp_path, quantization=FP8), 0)
+    config = json.loads(store.get(f"{chain.directory(f'{RUN}:0:0')}/config.json"))
+    assert config == {"model_type": "qwen3", "quantization_config": FP8}
 
 
 def test_it_reports_before_there_is_anything_and_then_each_version(store, writer, tmp_path):

@@ -187,7 +187,7 @@ def test_a_run_that_sends_fp8_takes_engines_that_serve_it_alone(base):
         ({}, ['engines.mode="colocate"', "engines.groups=[{}]"], None),
         ({}, ['engines.mode="colocate"', "engines.groups=[{}]", 'weights.transport="disk"'], "after it has slept"),
         ({"model_config": dict(MODEL)}, [], "serves no FP8"),
-        ({"model_config": {"architectures": MODEL["architectures"]}, "vocab_size": None}, [], None),  # nobody knows
+        ({"model_config": {"architectures": MODEL["architectures"]}, "vocab_size": None}, [], None),  # files elsewhere
     ],
 )
 def test_an_sglang_that_serves_fp8_is_sent_it_where_it_keeps_it_as_it_came(base, changes, sets, why):
