@@ -151,8 +151,8 @@ def to_fp8(
 
 
 def fp8_copy(source: Path, root: Path) -> Path:
-    """Where below `root` the Hugging Face directory `source` lies in FP8, once `write_fp8_copy` has written it; named after
-    names, sizes and times of its files. FileNotFoundError where one is a link to nothing."""
+    """Where below `root` the Hugging Face directory `source` lies in FP8, once `write_fp8_copy` has written it: a name
+    from names, sizes and times of its files. FileNotFoundError where one is a link to nothing."""
     source = source.absolute()
     files = {*carried_files(source), *source.glob("*.json"), *source.glob("*.safetensors")}
     stats = sorted((path.name, path.stat()) for path in files)
