@@ -24,6 +24,7 @@ from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.exact import exact_head_logprobs, use_engine_kernels
 from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
+from rltool.megatron.fake_quantization import FakeQuantization
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -114,6 +115,8 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.exact:
             use_engine_kernels(model, self.model_path, self.family.architecture)
+        if self.config.fake_quantization:
+            self.fake = FakeQuantization(model, self.family, self.coordinates.layout.tp)
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART
@@ -414,6 +417,7 @@ class MegatronTrainer(TrainedModel):
         """The frozen model keeps its weights."""
         if self.adapters is None:
             super().load_model_state(loaded)
+            self.round_weights()
         else:
             self.adapters.load_state_dict({name.removeprefix(f"{PART}."): value for name, value in loaded.items()})
 
