@@ -32,9 +32,8 @@ from rltool.errors import UsageError
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
-from rltool.megatron.fake_quantization import FakeQuantization
 from rltool.megatron.micro_batch import MicroBatch, prepare
-from rltool.megatron.model import forward, global_names
+from rltool.megatron.model import FakeQuantization, forward, global_names
 from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
 from rltool.megatron.pictures import VisionTower, place_pictures
 from rltool.megatron.router_bias import RouterBiases

@@ -24,13 +24,12 @@ from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.exact import exact_head_logprobs, use_engine_kernels
 from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
-from rltool.megatron.fake_quantization import FakeQuantization
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.lora import Adapters, MergedWeights, attach
 from rltool.megatron.micro_batch import MicroBatch
-from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
+from rltool.megatron.model import FakeQuantization, build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
