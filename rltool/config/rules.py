@@ -274,9 +274,32 @@ def _check_adapter_sync(config: Sections) -> None:
         )
 
 
+def check_fake_quantization(config: Sections) -> None:
+    """The policy rounds what its engines round, and nothing else computes beside it."""
+    if not config.trainer.fake_quantization:
+        return
+    setting = "trainer.fake_quantization = true"
+    if config.needs_engines and config.engines.quantization != "fp8":
+        raise ValueError(
+            f'{setting} computes as engines in FP8 do, and engines.quantization is "{config.engines.quantization}"; '
+            'set that to "fp8", or leave fake_quantization out'
+        )
+    if config.model.dtype != "bfloat16":
+        raise ValueError(
+            f'{setting} rounds weights in bfloat16, of which the optimizer has others in float32, and model.dtype is '
+            f'"{config.model.dtype}"; set that to "bfloat16", or leave fake_quantization out'
+        )
+    for name, is_set in (
+        ("lora.rank above 0", config.lora.rank > 0),
+        ("model.teacher_path", config.model.teacher_path is not None),
+    ):
+        if is_set:
+            raise ValueError(f"{setting} is not implemented with {name}; leave one of them out")
+
+
 RULES = (
     check_algorithm, check_batch_arithmetic, check_sampling, check_evaluation, check_rollout, check_models,
-    check_engines, check_lora,
+    check_engines, check_lora, check_fake_quantization,
 )  # fmt: skip
 RULES_OF_GENERATION = (check_generation, check_engines)
 """Those that hold where nothing is trained."""

@@ -141,6 +141,10 @@ class TrainerConfig(Config):
     residual: Literal["model", "float32"] = "model"
     """The residual stream between layers: in the model's dtype, or in float32, which halves the trainer's own rounding
     (docs/benchmarks.md)."""
+    fake_quantization: bool = False
+    """With engines.quantization = "fp8": the policy computes with what these engines compute with, weights and inputs
+    of linear layers rounded to FP8. Gradients pass the rounding, and the optimizer keeps weights in float32.
+    Checkpoints for Hugging Face have the rounded weights."""
     head_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

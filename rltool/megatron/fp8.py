@@ -1,4 +1,5 @@
-"""Which matrices of a family engines have in FP8 (`rltool.engines.transfer.fp8`), and what they are sent then."""
+"""Which matrices of a family engines have in FP8 (`rltool.engines.transfer.fp8`), what they are sent then, and the same
+rounding of weights that stay in bfloat16 (trainer.fake_quantization)."""
 
 from __future__ import annotations
 
@@ -15,6 +16,11 @@ from rltool.megatron.export_plan import Export, ExportPlan
 from rltool.models.adapters import target_of
 from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
 from rltool.models.decoder import TOWER
+from rltool.models.quantized import dequantized_fp8
+
+SETTING = "trainer.fake_quantization = true"
+AT_ONCE = 1 << 24
+"""Numbers of a matrix that are rounded together: they take about 20 bytes each meanwhile."""
 
 
 def linears_of(family: Family) -> Collection[str]:
@@ -94,3 +100,57 @@ def _in_bfloat16(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
 
 def _in_fp8(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
     return [made for matrix in _in_bfloat16(parameter, tensor) for made in fp8.quantized(matrix)]
+
+
+def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
+    """UsageError where a rank cannot round by itself what engines round, or engines round something else."""
+    if family.attention.latent is not None:
+        raise UsageError(
+            f"{SETTING} is not implemented for multi-head latent attention, which {family.architecture} has: engines "
+            "multiply its matrices with each other; leave it out"
+        )
+    linears = linears_of(family)
+    for parameter in family.parameters:
+        if parameter.name not in linears:
+            continue
+        if parameter.transposed:
+            raise UsageError(f"{SETTING} is not implemented for {parameter.hf[0][0]}, transposed in its checkpoint")
+        if parameter.shard_dim is None or tensor_parallel == 1:
+            continue
+        sizes = [shape[1] for shape in parameter.own_shapes]
+        if parameter.shard_dim == 0:
+            sizes = list(parameter.parts) or [shape[0] for shape in parameter.own_shapes]
+        odd = [size for size in sizes if size // tensor_parallel % fp8.BLOCK]
+        if odd:
+            kind = "rows" if parameter.shard_dim == 0 else "columns"
+            raise UsageError(
+                f"{SETTING} and trainer.tensor_parallel = {tensor_parallel} contradict each other: of "
+                f"{', '.join(name for name, _ in parameter.hf)} a rank would have {odd[0] // tensor_parallel} of "
+                f"{odd[0]} {kind}, no multiple of {fp8.BLOCK}, the size of a block"
+            )
+
+
+def round_shard(parameter: Parameter, shard: Tensor, tensor_parallel: int) -> None:
+    """Rounds a rank's part of a parameter, in place, to what an engine multiplies with. A second time changes nothing,
+    and what an engine is sent of it is what it would be sent of the part that was not rounded: the largest number of a
+    block stays, and so its scale. check_fake_quantization must have let it through."""
+    if parameter.merge_as == "qkv":
+        heads = shard.unflatten(0, (parameter.query_groups // tensor_parallel, -1))
+        rows = parameter.parts or [shape[0] for shape in parameter.own_shapes]
+        views = heads.split([count // parameter.query_groups for count in rows], dim=1)
+    else:
+        views = shard.chunk(parameter.blocks)
+    for view, turned in zip(views, parameter.interleaved or [None] * len(views), strict=True):
+        matrix = view.reshape(-1, shard.size(-1))
+        if turned is not None:
+            matrix = turned.neighbours(matrix)
+        rounded = rounded_matrix(matrix)
+        if turned is not None:
+            rounded = turned.halves(rounded)
+        view.copy_(rounded.view(view.shape))
+
+
+def rounded_matrix(matrix: Tensor) -> Tensor:
+    """[outputs, inputs] -> the weights that are in FP8 in its place, in its dtype."""
+    rows = max(1, AT_ONCE // (fp8.BLOCK * matrix.size(1))) * fp8.BLOCK
+    return torch.cat([dequantized_fp8(*fp8.quantized(part)).to(matrix.dtype) for part in matrix.split(rows)])

@@ -33,7 +33,7 @@ from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
 from rltool.megatron.micro_batch import MicroBatch, prepare
-from rltool.megatron.model import forward, global_names
+from rltool.megatron.model import FakeQuantization, forward, global_names
 from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
 from rltool.megatron.pictures import VisionTower, place_pictures
 from rltool.megatron.router_bias import RouterBiases
@@ -66,6 +66,9 @@ class TrainedModel(ABC):
 
     own_part: str | None = None
     """Attribute of a part of the model that its family does not have: no Hugging Face directory holds its weights."""
+
+    fake: FakeQuantization | None = None
+    """Set in `build` by a model with trainer.fake_quantization."""
 
     def __init__(self, setup: Setup, family: Family, *, total_optimizer_steps: int) -> None:
         """Weights are uninitialised. UsageError for a model that cannot be cut so, or a schedule that does not fit."""
@@ -159,6 +162,12 @@ class TrainedModel(ABC):
         initial: the run starts from these weights.
         """
         self.optimizer.reload_model_params()
+        self.round_weights()
+
+    def round_weights(self) -> None:
+        """After the parameters were overwritten, what the optimizer has stays: to FP8, where the model has `fake`."""
+        if self.fake is not None:
+            self.fake.round_weights()
 
     # -- memory
 
@@ -323,6 +332,7 @@ class TrainedModel(ABC):
         (skip,) = self.runtime.max_over_world([float(broken)])
         if not skip:
             self.optimizer.step()
+            self.round_weights()
             self.schedule.step(1)
             self._biases.move()
         return metrics, not skip

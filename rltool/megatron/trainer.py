@@ -29,7 +29,7 @@ from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.lora import Adapters, MergedWeights, attach
 from rltool.megatron.micro_batch import MicroBatch
-from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
+from rltool.megatron.model import FakeQuantization, build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
@@ -114,6 +114,8 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.exact:
             use_engine_kernels(model, self.model_path, self.family.architecture)
+        if self.config.fake_quantization:
+            self.fake = FakeQuantization(model, self.family, self.coordinates.layout.tp)
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART
@@ -414,6 +416,7 @@ class MegatronTrainer(TrainedModel):
         """The frozen model keeps its weights."""
         if self.adapters is None:
             super().load_model_state(loaded)
+            self.round_weights()
         else:
             self.adapters.load_state_dict({name.removeprefix(f"{PART}."): value for name, value in loaded.items()})
 

@@ -158,6 +158,21 @@ def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
     return max(*errors, difference([gradients[0]], [gradients[1]]), difference([gradients[0]], [expected.to(dtype)]))
 
 
+def rounded(dtype, shape):
+    """To FP8: no number may differ. Among them are all that are as far from two of E4M3, zeros, and none that is one
+    at all."""
+    x = randn(*shape, dtype=dtype) * torch.logspace(-3, 3, shape[-1], device=DEVICE)
+    halves = torch.arange(shape[-1], device=DEVICE) * 2.0**-11
+    x = torch.cat([x.flatten(0, -2), halves[None], 256 * halves[None], 0 * halves[None]]).to(dtype)
+    x[-3:, 0] = 448.0
+    x[0, 0], x[1, 1] = torch.nan, torch.inf
+    mine, theirs = fused.round_to_fp8(x), kernels.round_to_fp8(x)
+    assert mine.dtype is dtype and not mine[0, 0].isfinite() and not mine[1, 1].isfinite()
+    if dtype is torch.float32 or DEVICE != "cpu":  # Triton's interpreter cuts bf16 off
+        assert torch.equal(mine[2:], theirs[2:]), (mine - theirs)[2:].abs().max()
+    return difference([mine[2:]], [theirs[2:]])
+
+
 def topk_head_logprobs(dtype, rows, width, keep):
     """head_logprobs_of, through these functions and those in plain torch."""
     generator = torch.Generator().manual_seed(rows)
@@ -197,6 +212,9 @@ def main() -> None:
         found[f"convolved {name}"] = convolved(dtype, (1, 300, 2, 4, 3, 40), 150, 4)
         found[f"convolved {name} one tap"] = convolved(dtype, (5, 7), 3, 1)
         found[f"convolved {name} three taps"] = convolved(dtype, (2, 9), 20, 3)
+        found[f"rounded {name}"] = rounded(dtype, (5, 3, 640))
+        found[f"rounded {name} one group"] = rounded(dtype, (70, 128))
+        found[f"rounded {name} odd"] = rounded(dtype, (9, 300))
         found[f"rows summed {name}"] = rows_summed(dtype, 41, 96, 9)
         found[f"added to each {name}"] = added_to_each(dtype, 3, 2400, 7)
         for keep in (False, True):

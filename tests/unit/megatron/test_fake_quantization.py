@@ -1,0 +1,170 @@
+"""Weights and inputs rounded as engines in FP8 have them, without a trainer; tests/e2e has that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rltool.config.loader import load_config
+from rltool.config.train import TrainConfig
+from rltool.engines.transfer import fp8
+from rltool.errors import UsageError
+from rltool.megatron.fp8 import check_fake_quantization, fp8_plan, linears_of, round_shard, rounded_matrix
+from rltool.megatron.kernels import rounded_swiglu, rounded_to_fp8, swiglu
+from tests.unit.megatron.test_fp8 import WIDE, family_of
+
+CUT = WIDE | {"num_key_value_heads": 4}
+
+
+def randn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).bfloat16()
+
+
+def same_bytes(one, other):
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(128, 128), (256, 384), (130, 60), (1, 300), (384, 256)])
+@pytest.mark.parametrize("size", [1e-6, 0.02, 1.0, 1e4])
+def test_what_an_engine_is_sent_of_rounded_weights_is_what_it_is_sent_of_the_others(shape, size):
+    matrix = (randn(*shape) * torch.logspace(-3, 3, shape[1]) * size).bfloat16()
+    matrix[:, -2:] = 0
+    rounded = rounded_matrix(matrix)
+    assert rounded.dtype is torch.bfloat16 and not torch.equal(rounded, matrix)
+    assert torch.equal(rounded_matrix(rounded), rounded)
+    assert same_bytes(fp8.quantized(rounded), fp8.quantized(matrix))
+
+
+def test_every_number_of_bfloat16_in_a_block_with_any_other_at_its_top_keeps_its_bytes():
+    """All mantissas of 20 binades below the top, and all mantissas of the top."""
+    numbers = torch.arange(0x4000 - 20 * 128, 0x4000, dtype=torch.int16).view(torch.bfloat16)  # below 2
+    blocks = numbers.view(20, 128).repeat(1, 128).unflatten(1, (128, 128))
+    for top in torch.arange(0x4000, 0x4000 + 128, dtype=torch.int16).view(torch.bfloat16):
+        whole = blocks.flatten(0, 1).clone()
+        whole[::128, 0] = -top
+        assert same_bytes(fp8.quantized(rounded_matrix(whole)), fp8.quantized(whole))
+
+
+def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
+    matrix, whole = randn(640, 256), rounded_matrix(randn(640, 256))
+    monkeypatch.setattr("rltool.megatron.fp8.AT_ONCE", 2 * 128 * 256)
+    assert torch.equal(rounded_matrix(matrix), whole)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "phi3", "glm4", "gemma3", "olmo2", "qwen3_moe", "glm4_moe"])
+def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp):
+    sizes = CUT | {"head_dim": 64, "moe_intermediate_size": 256, "intermediate_size": 512}
+    family = family_of(kind, **sizes)
+    check_fake_quantization(family, tp)
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in family.hf_tensors()}
+    rounded = {}
+    for parameter in family.parameters:
+        merged = parameter.merge([drawn[name] for name, _ in parameter.hf])
+        shards = [parameter.shard(merged, rank, tp).clone() for rank in range(tp)]
+        if parameter.name in linears_of(family):
+            for shard in shards:
+                round_shard(parameter, shard, tp)
+        rounded[parameter.name] = parameter.unshard(shards)
+
+    def sent(tensor_of):
+        return {meta.name: tensor for meta, tensor in fp8_plan(family).made(tensor_of)}
+
+    of_rounded = sent(lambda parameter: rounded[parameter.name])
+    whole = sent(lambda parameter: parameter.merge([drawn[name] for name, _ in parameter.hf]))
+    assert of_rounded.keys() == whole.keys() and same_bytes(of_rounded.values(), whole.values())
+    for parameter in family.parameters:
+        for (name, _), tensor in zip(parameter.hf, parameter.split(rounded[parameter.name]), strict=True):
+            if parameter.name in linears_of(family):
+                assert torch.equal(tensor, rounded_matrix(drawn[name])), name
+            else:
+                assert torch.equal(tensor, drawn[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tp", "message"),
+    [
+        ("qwen3", WIDE, 2, "trainer.tensor_parallel = 2 .*k_proj.*64 of 128 rows"),
+        ("qwen3", CUT | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 384}, 2,
+         "192 of 384 rows"),
+        ("glm4_moe_lite", WIDE | {"num_key_value_heads": 4, "kv_lora_rank": 128}, 1, "multi-head latent attention"),
+        ("gpt_oss", WIDE, 1, "one tensor of all experts"),
+        ("qwen3", WIDE | {"intermediate_size": 200}, 1, "200 rows are no multiple of 128"),
+        ("qwen3_5", WIDE, 1, "gated delta nets"),
+    ],
+)  # fmt: skip
+def test_what_a_rank_cannot_round_by_itself_is_refused(kind, sizes, tp, message):
+    with pytest.raises(UsageError, match=message):
+        check_fake_quantization(family_of(kind, **sizes), tp)
+
+
+def test_columns_that_a_rank_has_are_whole_blocks():
+    family = family_of("qwen3", **CUT)
+    [down] = [p for p in family.parameters if p.name == "decoder.layers.0.mlp.linear_fc2.weight"]
+    narrow = replace(down, hf=((down.hf[0][0], (256, 384)),))
+    with pytest.raises(UsageError, match="192 of 384 columns"):
+        check_fake_quantization(replace(family, parameters=(narrow,)), 2)
+
+
+def test_inputs_are_rounded_by_groups_of_a_row():
+    x = randn(3, 5, 300) * torch.logspace(-4, 4, 300)
+    x[0, 0] = 0
+    found = rounded_to_fp8(x.bfloat16())
+    groups, rounded = (y.bfloat16().flatten(0, 1).split(128, dim=1) for y in (x, found))
+    for row, mine in zip(torch.cat([*groups[:2]]).float(), torch.cat([*rounded[:2]]), strict=True):
+        scale = max(row.abs().max().item(), 1e-10) / 448
+        nearest = (row / scale).to(torch.float8_e4m3fn).float() * scale
+        torch.testing.assert_close(mine.float(), nearest, rtol=2**-8, atol=0)
+    assert found.dtype is torch.bfloat16 and found.shape == x.shape
+    assert torch.equal(found.float().abs().amax(-1), x.bfloat16().float().abs().amax(-1)), "the largest stays"
+    assert rounded_to_fp8(x.new_empty(0, 256)).shape == (0, 256)
+
+
+def test_what_is_not_finite_does_not_hide():
+    x = randn(2, 256)
+    x[0, 3], x[1, 200] = torch.nan, torch.inf
+    found = rounded_to_fp8(x)
+    assert not found[0, 3].isfinite() and not found[1, 200].isfinite()
+    assert found[0, 128:].isfinite().all() and found[1, :128].isfinite().all()
+
+
+def test_gradients_pass_straight_through():
+    x, weight = randn(7, 256).requires_grad_(), randn(16, 256).requires_grad_()
+    out, by_out = torch.nn.functional.linear(rounded_to_fp8(x), weight), randn(7, 16)
+    out.backward(by_out)
+    assert torch.equal(x.grad, by_out @ weight.detach())
+    assert torch.equal(weight.grad, by_out.t() @ rounded_to_fp8(x.detach()))
+
+
+def test_of_experts_the_gated_activation_is_rounded_before_it_is_scaled():
+    x, scale = randn(7, 512), torch.rand(7)
+    expected = (rounded_to_fp8(swiglu(x)) * scale[:, None]).bfloat16()
+    assert torch.equal(rounded_swiglu(x, scale), expected)
+    assert torch.equal(rounded_swiglu(x), rounded_to_fp8(swiglu(x)))
+
+
+FAKE = ["model.path=/m", "trainer.fake_quantization=true", 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (['engines.quantization="none"'], 'trainer.fake_quantization.*engines.quantization is "none"'),
+        (['model.dtype="float32"'], 'trainer.fake_quantization.*model.dtype is "float32"'),
+        (["lora.rank=4"], "trainer.fake_quantization.*lora.rank"),
+        (["model.teacher_path=/t", 'algorithm.advantage="distill"'], "trainer.fake_quantization.*model.teacher_path"),
+        (["algorithm.exact=true"], "algorithm.exact.*engines.quantization"),
+    ],
+)
+def test_what_contradicts_it_is_refused(sets, message):
+    with pytest.raises(UsageError, match=message):
+        load_config(TrainConfig, [], [*FAKE, *sets])
+
+
+def test_a_run_without_engines_may_round_for_later_ones():
+    sets = [*FAKE[:3], 'algorithm.loss="sft"']
+    assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization
+    assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization
