@@ -139,7 +139,7 @@ def round_shard(parameter: Parameter, shard: Tensor, tensor_parallel: int) -> No
         rows = parameter.parts or [shape[0] for shape in parameter.own_shapes]
         views = heads.split([count // parameter.query_groups for count in rows], dim=1)
     else:
-        views = shard.chunk(parameter.blocks)
+        views = (shard,)  # of gate and up each has whole blocks
     for view, turned in zip(views, parameter.interleaved or [None] * len(views), strict=True):
         matrix = view.reshape(-1, shard.size(-1))
         if turned is not None:

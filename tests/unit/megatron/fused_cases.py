@@ -159,12 +159,14 @@ def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
 
 
 def rounded(dtype, shape):
-    """To FP8: no number may differ. Among them are all that are as far from two of E4M3, zeros, and none that is one
-    at all."""
+    """To FP8: no number may differ. Among them are some that are as far from two of E4M3, by a scale whose reciprocal is
+    rounded, zeros, and two that are not finite."""
     x = randn(*shape, dtype=dtype) * torch.logspace(-3, 3, shape[-1], device=DEVICE)
-    halves = torch.arange(shape[-1], device=DEVICE) * 2.0**-11
-    x = torch.cat([x.flatten(0, -2), halves[None], 256 * halves[None], 0 * halves[None]]).to(dtype)
-    x[-3:, 0] = 448.0
+    halves = torch.arange(shape[-1], device=DEVICE) % 128 * 2.0**-11
+    made = [factor * size * halves for factor in (1.0, 3.0, 5.0, 7.0) for size in (1.0, 16.0, 256.0)] + [0 * halves]
+    x = torch.cat([x.flatten(0, -2), torch.stack(made)]).to(dtype)
+    for row, factor in zip(x[-13:], (1, 1, 1, 3, 3, 3, 5, 5, 5, 7, 7, 7, 0), strict=True):
+        row[::128] = 448.0 * factor
     x[0, 0], x[1, 1] = torch.nan, torch.inf
     mine, theirs = fused.round_to_fp8(x), kernels.round_to_fp8(x)
     assert mine.dtype is dtype and not mine[0, 0].isfinite() and not mine[1, 1].isfinite()
