@@ -25,7 +25,7 @@ CUT = SIZES | {"num_key_value_heads": 4, "intermediate_size": 512}
 EXPERTS = SIZES | {"moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
 
 
-def settings(fake=True, dtype="bfloat16", **trainer):
+def settings(fake="all", dtype="bfloat16", **trainer):
     trainer = {"fake_quantization": fake, **trainer}
     return {"dtype": dtype, "algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}, "trainer": trainer}
 
@@ -65,7 +65,7 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdpa"):
-    """Log-probabilities, and gradients by name."""
+    """Log-probabilities, and gradients by name. rounds: "weights", those alone."""
     model = hf_model(kind, False, **sizes).to(dtype)
     model.set_attn_implementation(attention)
     if "moe" in kind:
@@ -76,7 +76,7 @@ def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdp
             for parameter in linears:
                 parameter.copy_(rounded_weight(parameter))
     texts = batch.tokens.split(batch.lengths.tolist())
-    with RoundedInputs() if rounds else torch.enable_grad():
+    with RoundedInputs() if rounds is True else torch.enable_grad():
         logprobs = torch.cat([hf_logprobs(model, text, 1.0) for text in texts])
     (-(logprobs * batch.loss_weights * batch.loss_mask).sum() / batch.num_loss_tokens).backward()
     return logprobs.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
@@ -202,7 +202,16 @@ def test_it_computes_as_a_model_whose_weights_and_inputs_are_rounded(ranks, tmp_
     assert compared
 
 
-def test_in_bfloat16_it_is_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", SIZES), ("qwen3_moe", EXPERTS)])
+def test_in_bfloat16_rounded_weights_are_those_of_the_model_and_inputs_stay(ranks, tmp_path, kind, sizes):
+    path, batch = save_hf(tmp_path / "hf", kind, False, sizes=sizes), policy_batch(LENGTHS)
+    expected, _ = reference(kind, sizes, batch, rounds="weights", dtype=torch.bfloat16)
+    [(found, _)] = ranks.run(case_compute, 1, path, batch, settings("weights"))
+    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
+    assert distance(found, expected) < 0.06 < 0.15 < distance(plain, expected)
+
+
+def test_in_bfloat16_rounded_inputs_are_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
     """A rounding of 2^-9 decides here and there between two numbers of FP8, whose steps are 2^-3."""
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
     expected, other = (
@@ -210,7 +219,7 @@ def test_in_bfloat16_it_is_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
         for name in ("sdpa", "eager")
     )
     [(found, _)] = ranks.run(case_compute, 1, path, batch, settings())
-    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings(fake=False))
+    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
     noise = distance(other, expected)
     assert distance(found, expected) < 1.3 * noise < distance(plain, expected) / 1.3
 
@@ -221,7 +230,7 @@ PROJECTION = "decoder.layers.0.self_attention.linear_proj.weight"
 @pytest.mark.parametrize("distributed", [False, True])
 def test_small_steps_add_up_in_the_optimizer_until_a_rounded_weight_moves(ranks, tmp_path, distributed):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    options = settings(distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
+    options = settings("weights", distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
     [steps] = ranks.run(case_masters, 1, path, batch, PROJECTION, options)
     state = hf_model("qwen3", False, **SIZES).bfloat16().state_dict()
     start = state["model.layers.0.self_attn.o_proj.weight"].float()
@@ -280,8 +289,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(ranks, tmp_path, distributed):
 
 def test_a_checkpoint_of_a_run_without_it_is_rounded_when_it_is_loaded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake=False))
-    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake=False))
+    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake="none"))
+    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake="none"))
     [(_, _, _, found)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings())
     for name, tensor in plain.items():
         assert torch.equal(found[name], rounded_weight(tensor) if "proj" in name else tensor), name
