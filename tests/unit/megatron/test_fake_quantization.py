@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from rltool.engines.transfer import fp8
 from rltool.errors import UsageError
 from rltool.megatron.fp8 import check_fake_quantization, fp8_plan, linears_of, round_shard, rounded_matrix
 from rltool.megatron.kernels import rounded_swiglu, rounded_to_fp8, swiglu
+from rltool.training.checks.validate import check_model
+from tests.e2e.megatron_models import architecture_of, hf_config
 from tests.unit.megatron.test_fp8 import WIDE, family_of
 
 CUT = WIDE | {"num_key_value_heads": 4}
@@ -174,3 +177,11 @@ def test_a_run_without_engines_may_round_for_later_ones():
     sets = [*FAKE[:3], 'algorithm.loss="sft"']
     assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization == "weights"
     assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization == "weights"
+
+
+def test_a_model_that_cannot_be_rounded_so_is_refused_before_a_run_starts(tmp_path):
+    config = {**hf_config("qwen3", False, **WIDE).to_dict(), "architectures": [architecture_of("qwen3")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sets = [*FAKE, f"model.path={tmp_path}", "trainer.tensor_parallel=2", "trainer.world_size=2"]
+    with pytest.raises(UsageError, match="64 of 128 rows"):
+        check_model(load_config(TrainConfig, [], sets).config)
