@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from rltool.checkpoints.torch_dist import load_checkpoint, save_checkpoint
 from rltool.config.algorithm import CriticConfig
 from rltool.megatron.critic import Critic
 from rltool.megatron.model import global_names
+from rltool.models.registry import read_hf_config
+from rltool.quickstart.tiny_model import make_tiny_model
+from tests.e2e.job import write_job
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
@@ -322,3 +327,21 @@ def test_a_critic_is_not_rounded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
     [(plain, ours, theirs)] = ranks.run(case_critic, 1, path, batch)
     assert plain and not torch.equal(ours, theirs) and torch.equal(ours, rounded_weight(theirs))
+
+
+def test_a_supervised_run_rounds_for_engines_that_come_later(tmp_path):
+    """Their files and its own: of the one exported for Hugging Face each matrix is rounded."""
+    tiny = make_tiny_model(tmp_path / "tiny", seed=0)
+    sizes = SIZES | {key: read_hf_config(tiny)[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    hf_model("qwen3", False, **sizes).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, tmp_path / "model")
+    job = write_job(tmp_path / "job", tmp_path / "model", None)
+    sets = ['algorithm.loss="sft"', "steps=2", "optimizer_steps_per_rollout=1", "eval.sets={}"]
+    sets += ['model.dtype="bfloat16"', 'trainer.fake_quantization="weights"', "checkpoint.save_hf_at_end=true"]
+    job("train", "one", sets=sets)
+    [written] = (job.runs / "one" / "hf").glob("step_*")
+    tensors = load_file(written / "model.safetensors")
+    matrices = [name for name in tensors if "proj" in name]
+    assert len(matrices) == 2 * 7 and len(job.steps("one")) == 2
+    assert all(torch.equal(tensors[name], rounded_weight(tensors[name])) for name in matrices)
