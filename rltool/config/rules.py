@@ -276,9 +276,9 @@ def _check_adapter_sync(config: Sections) -> None:
 
 def check_fake_quantization(config: Sections) -> None:
     """The policy rounds what its engines round, and nothing else computes beside it."""
-    if not config.trainer.fake_quantization:
+    if config.trainer.fake_quantization == "none":
         return
-    setting = "trainer.fake_quantization = true"
+    setting = f'trainer.fake_quantization = "{config.trainer.fake_quantization}"'
     if config.needs_engines and config.engines.quantization != "fp8":
         raise ValueError(
             f'{setting} computes as engines in FP8 do, and engines.quantization is "{config.engines.quantization}"; '

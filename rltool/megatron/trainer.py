@@ -114,8 +114,9 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.exact:
             use_engine_kernels(model, self.model_path, self.family.architecture)
-        if self.config.fake_quantization:
-            self.fake = FakeQuantization(model, self.family, self.coordinates.layout.tp)
+        if self.config.fake_quantization != "none":
+            inputs = self.config.fake_quantization == "all"
+            self.fake = FakeQuantization(model, self.family, self.coordinates.layout.tp, inputs=inputs)
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import closing
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.overrides import TorchFunctionMode
 
 from rltool.checkpoints.torch_dist import load_checkpoint, save_checkpoint
 from rltool.config.algorithm import CriticConfig
 from rltool.megatron.critic import Critic
 from rltool.megatron.model import global_names
+from rltool.models.registry import read_hf_config
+from rltool.quickstart.tiny_model import make_tiny_model
+from tests.e2e.job import write_job
 from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
@@ -25,7 +30,7 @@ CUT = SIZES | {"num_key_value_heads": 4, "intermediate_size": 512}
 EXPERTS = SIZES | {"moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
 
 
-def settings(fake=True, dtype="bfloat16", **trainer):
+def settings(fake="all", dtype="bfloat16", **trainer):
     trainer = {"fake_quantization": fake, **trainer}
     return {"dtype": dtype, "algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}, "trainer": trainer}
 
@@ -65,7 +70,7 @@ class RoundedInputs(TorchFunctionMode):
 
 
 def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdpa"):
-    """Log-probabilities, and gradients by name."""
+    """Log-probabilities, and gradients by name. rounds: "weights", those alone."""
     model = hf_model(kind, False, **sizes).to(dtype)
     model.set_attn_implementation(attention)
     if "moe" in kind:
@@ -76,7 +81,7 @@ def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdp
             for parameter in linears:
                 parameter.copy_(rounded_weight(parameter))
     texts = batch.tokens.split(batch.lengths.tolist())
-    with RoundedInputs() if rounds else torch.enable_grad():
+    with RoundedInputs() if rounds is True else torch.enable_grad():
         logprobs = torch.cat([hf_logprobs(model, text, 1.0) for text in texts])
     (-(logprobs * batch.loss_weights * batch.loss_mask).sum() / batch.num_loss_tokens).backward()
     return logprobs.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
@@ -202,7 +207,16 @@ def test_it_computes_as_a_model_whose_weights_and_inputs_are_rounded(ranks, tmp_
     assert compared
 
 
-def test_in_bfloat16_it_is_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
+@pytest.mark.parametrize(("kind", "sizes"), [("qwen3", SIZES), ("qwen3_moe", EXPERTS)])
+def test_in_bfloat16_rounded_weights_are_those_of_the_model_and_inputs_stay(ranks, tmp_path, kind, sizes):
+    path, batch = save_hf(tmp_path / "hf", kind, False, sizes=sizes), policy_batch(LENGTHS)
+    expected, _ = reference(kind, sizes, batch, rounds="weights", dtype=torch.bfloat16)
+    [(found, _)] = ranks.run(case_compute, 1, path, batch, settings("weights"))
+    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
+    assert distance(found, expected) < 0.06 < 0.15 < distance(plain, expected)
+
+
+def test_in_bfloat16_rounded_inputs_are_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
     """A rounding of 2^-9 decides here and there between two numbers of FP8, whose steps are 2^-3."""
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
     expected, other = (
@@ -210,7 +224,7 @@ def test_in_bfloat16_it_is_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
         for name in ("sdpa", "eager")
     )
     [(found, _)] = ranks.run(case_compute, 1, path, batch, settings())
-    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings(fake=False))
+    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
     noise = distance(other, expected)
     assert distance(found, expected) < 1.3 * noise < distance(plain, expected) / 1.3
 
@@ -221,7 +235,7 @@ PROJECTION = "decoder.layers.0.self_attention.linear_proj.weight"
 @pytest.mark.parametrize("distributed", [False, True])
 def test_small_steps_add_up_in_the_optimizer_until_a_rounded_weight_moves(ranks, tmp_path, distributed):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    options = settings(distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
+    options = settings("weights", distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
     [steps] = ranks.run(case_masters, 1, path, batch, PROJECTION, options)
     state = hf_model("qwen3", False, **SIZES).bfloat16().state_dict()
     start = state["model.layers.0.self_attn.o_proj.weight"].float()
@@ -280,8 +294,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(ranks, tmp_path, distributed):
 
 def test_a_checkpoint_of_a_run_without_it_is_rounded_when_it_is_loaded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake=False))
-    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake=False))
+    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake="none"))
+    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake="none"))
     [(_, _, _, found)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings())
     for name, tensor in plain.items():
         assert torch.equal(found[name], rounded_weight(tensor) if "proj" in name else tensor), name
@@ -313,3 +327,21 @@ def test_a_critic_is_not_rounded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
     [(plain, ours, theirs)] = ranks.run(case_critic, 1, path, batch)
     assert plain and not torch.equal(ours, theirs) and torch.equal(ours, rounded_weight(theirs))
+
+
+def test_a_supervised_run_rounds_for_engines_that_come_later(tmp_path):
+    """Their files and its own: of the one exported for Hugging Face each matrix is rounded."""
+    tiny = make_tiny_model(tmp_path / "tiny", seed=0)
+    sizes = SIZES | {key: read_hf_config(tiny)[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    hf_model("qwen3", False, **sizes).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, tmp_path / "model")
+    job = write_job(tmp_path / "job", tmp_path / "model", None)
+    sets = ['algorithm.loss="sft"', "steps=2", "optimizer_steps_per_rollout=1", "eval.sets={}"]
+    sets += ['model.dtype="bfloat16"', 'trainer.fake_quantization="weights"', "checkpoint.save_hf_at_end=true"]
+    job("train", "one", sets=sets)
+    [written] = (job.runs / "one" / "hf").glob("step_*")
+    tensors = load_file(written / "model.safetensors")
+    matrices = [name for name in tensors if "proj" in name]
+    assert len(matrices) == 2 * 7 and len(job.steps("one")) == 2
+    assert all(torch.equal(tensors[name], rounded_weight(tensors[name])) for name in matrices)

@@ -159,8 +159,8 @@ def vocabulary(dtype, rows, width, keep, entropy, scale=0.7):
 
 
 def rounded(dtype, shape):
-    """To FP8: no number may differ. Among them are some that are as far from two of E4M3, by a scale whose reciprocal is
-    rounded, zeros, and two that are not finite."""
+    """To FP8: no number may differ. Among them are some that are as far from two of E4M3, with scales whose reciprocals
+    are rounded, zeros, and two that are not finite."""
     x = randn(*shape, dtype=dtype) * torch.logspace(-3, 3, shape[-1], device=DEVICE)
     halves = torch.arange(shape[-1], device=DEVICE) % 128 * 2.0**-11
     made = [factor * size * halves for factor in (1.0, 3.0, 5.0, 7.0) for size in (1.0, 16.0, 256.0)] + [0 * halves]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,8 @@ from rltool.engines.transfer import fp8
 from rltool.errors import UsageError
 from rltool.megatron.fp8 import check_fake_quantization, fp8_plan, linears_of, round_shard, rounded_matrix
 from rltool.megatron.kernels import rounded_swiglu, rounded_to_fp8, swiglu
+from rltool.training.checks.validate import check_model
+from tests.e2e.megatron_models import architecture_of, hf_config
 from tests.unit.megatron.test_fp8 import WIDE, family_of
 
 CUT = WIDE | {"num_key_value_heads": 4}
@@ -56,6 +59,7 @@ def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "tp", "head"),
     [
+        *((kind, 1, 64) for kind in ("deepseek_v3", "glm4_moe_lite")),
         *((kind, tp, 64) for kind in ("qwen3", "phi3", "glm4", "gemma3", "olmo2", "qwen3_moe") for tp in (1, 2)),
         ("glm4", 1, 96),  # blocks that end inside of a head, whose rows lie in another order in Megatron
     ],
@@ -63,7 +67,7 @@ def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
 def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, head):
     sizes = CUT | {"head_dim": head, "moe_intermediate_size": 256, "intermediate_size": 512}
     family = family_of(kind, **sizes)
-    check_fake_quantization(family, tp)
+    check_fake_quantization(family, tp, inputs=False)
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in family.hf_tensors()}
     rounded = {}
@@ -103,7 +107,7 @@ def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, hea
 )  # fmt: skip
 def test_what_a_rank_cannot_round_by_itself_is_refused(kind, sizes, tp, message):
     with pytest.raises(UsageError, match=message):
-        check_fake_quantization(family_of(kind, **sizes), tp)
+        check_fake_quantization(family_of(kind, **sizes), tp, inputs=True)
 
 
 def test_columns_that_a_rank_has_are_whole_blocks():
@@ -111,7 +115,7 @@ def test_columns_that_a_rank_has_are_whole_blocks():
     [down] = [p for p in family.parameters if p.name == "decoder.layers.0.mlp.linear_fc2.weight"]
     narrow = replace(down, hf=((down.hf[0][0], (256, 384)),))
     with pytest.raises(UsageError, match="192 of 384 columns"):
-        check_fake_quantization(replace(family, parameters=(narrow,)), 2)
+        check_fake_quantization(replace(family, parameters=(narrow,)), 2, inputs=False)
 
 
 def test_inputs_are_rounded_by_groups_of_a_row():
@@ -151,7 +155,7 @@ def test_of_experts_the_gated_activation_is_rounded_before_it_is_scaled():
     assert torch.equal(rounded_swiglu(x), rounded_to_fp8(swiglu(x)))
 
 
-FAKE = ["model.path=/m", "trainer.fake_quantization=true", 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
+FAKE = ["model.path=/m", 'trainer.fake_quantization="weights"', 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
 
 
 @pytest.mark.parametrize(
@@ -171,5 +175,13 @@ def test_what_contradicts_it_is_refused(sets, message):
 
 def test_a_run_without_engines_may_round_for_later_ones():
     sets = [*FAKE[:3], 'algorithm.loss="sft"']
-    assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization
-    assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization
+    assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization == "weights"
+    assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization == "weights"
+
+
+def test_a_model_that_cannot_be_rounded_so_is_refused_before_a_run_starts(tmp_path):
+    config = {**hf_config("qwen3", False, **WIDE).to_dict(), "architectures": [architecture_of("qwen3")]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sets = [*FAKE, f"model.path={tmp_path}", "trainer.tensor_parallel=2", "trainer.world_size=2"]
+    with pytest.raises(UsageError, match="64 of 128 rows"):
+        check_model(load_config(TrainConfig, [], sets).config)
