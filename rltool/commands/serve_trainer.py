@@ -106,7 +106,7 @@ def serve_trainer(
         serving = serving.model_copy(update={"checkpoints": serving.checkpoints.absolute()})
     if settings.lora.rank:
         raise UsageError("lora.rank: clients choose the rank of their adapters; --lora-rank bounds it")
-    if settings.trainer.fake_quantization != "none":
+    if settings.trainer.fake_quantization:
         raise UsageError("trainer.fake_quantization is not implemented for serve-trainer; leave it out")
     if settings.trainer.router_bias_update_rate:
         raise UsageError("trainer.router_bias_update_rate moves the model's routers, and here calls of clients train")

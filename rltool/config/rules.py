@@ -275,13 +275,13 @@ def _check_adapter_sync(config: Sections) -> None:
 
 
 def check_fake_quantization(config: Sections) -> None:
-    """The policy rounds what its engines round, and nothing else computes beside it."""
-    if config.trainer.fake_quantization == "none":
+    """The policy has the weights that its engines have, and no other model is in their place."""
+    if not config.trainer.fake_quantization:
         return
-    setting = f'trainer.fake_quantization = "{config.trainer.fake_quantization}"'
+    setting = "trainer.fake_quantization = true"
     if config.needs_engines and config.engines.quantization != "fp8":
         raise ValueError(
-            f'{setting} computes as engines in FP8 do, and engines.quantization is "{config.engines.quantization}"; '
+            f'{setting} is for engines in FP8, and engines.quantization is "{config.engines.quantization}"; '
             'set that to "fp8", or leave fake_quantization out'
         )
     if config.model.dtype != "bfloat16":

@@ -141,11 +141,10 @@ class TrainerConfig(Config):
     residual: Literal["model", "float32"] = "model"
     """The residual stream between layers: in the model's dtype, or in float32, which halves the trainer's own rounding
     (docs/benchmarks.md)."""
-    fake_quantization: Literal["none", "weights", "all"] = "none"
-    """With engines.quantization = "fp8". weights: the policy computes with weights rounded to FP8, as these engines do;
-    gradients pass the rounding, and the optimizer keeps its own weights in float32. Checkpoints for Hugging Face have
-    the rounded ones. all: inputs of linear layers are rounded, too. What kernels round otherwise in bfloat16 becomes
-    another number of FP8 there, and in a deep model weights alone bring the policy nearer to its engines."""
+    fake_quantization: bool = False
+    """The policy computes with weights rounded to FP8, those of engines with engines.quantization = "fp8";
+    gradients pass the rounding, and the optimizer keeps its own weights in float32. Hugging Face exports have the
+    rounded ones."""
     head_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

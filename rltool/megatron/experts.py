@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rltool.errors import RltoolError, UsageError
-from rltool.megatron.kernels import add_to_each, rounded_swiglu, rounded_to_fp8, sum_rows, swiglu
+from rltool.megatron.kernels import add_to_each, sum_rows, swiglu
 from rltool.megatron.layers import gate_of, with_scaled_bias
 from rltool.megatron.runtime import to_device
 
@@ -100,8 +100,6 @@ class GroupedExperts(SequentialMLP):
     demanded = False
     added: Sequence[AddedProduct | None] = (None, None)
     """Adapters of the first and of the second product."""
-    rounds = False
-    """Inputs of both products are rounded to FP8 (trainer.fake_quantization)."""
 
     @property
     def grouped(self) -> bool:
@@ -123,8 +121,7 @@ class GroupedExperts(SequentialMLP):
         rows = tokens_per_expert.tolist()
         groups = Groups(rows, to_device(torch.tensor(list(accumulate(rows)), dtype=torch.int32), x.device))
         if not self.config.add_bias_linear:
-            gated = self._product(rounded_to_fp8(x) if self.rounds else x, groups, up, self.added[0])
-            scaled = (rounded_swiglu if self.rounds else swiglu)(gated, permuted_probs)
+            scaled = swiglu(self._product(x, groups, up, self.added[0]), permuted_probs)
             return self._product(scaled, groups, down, self.added[1]), None
         up_biases, down_biases = biases_of(self)
         gated = self._product(x, groups, up, self.added[0]) + rows_of(up_biases, groups)

@@ -18,7 +18,7 @@ from rltool.models.base import EMBEDDING, HEAD, Family, Parameter
 from rltool.models.decoder import TOWER
 from rltool.models.quantized import dequantized_fp8
 
-SETTING = "trainer.fake_quantization"
+SETTING = "trainer.fake_quantization = true"
 AT_ONCE = 1 << 24
 """Numbers of a matrix that are rounded together: they take about 20 bytes each meanwhile."""
 
@@ -102,14 +102,8 @@ def _in_fp8(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
     return [made for matrix in _in_bfloat16(parameter, tensor) for made in fp8.quantized(matrix)]
 
 
-def check_fake_quantization(family: Family, tensor_parallel: int, *, inputs: bool) -> None:
-    """UsageError where a rank cannot round by itself what engines round, or engines round something else. inputs: are
-    rounded, too."""
-    if inputs and family.attention.latent is not None:
-        raise UsageError(
-            f'{SETTING} = "all" is not implemented for multi-head latent attention, which {family.architecture} has: '
-            'of the inputs of its matrices engines round some; take "weights"'
-        )
+def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
+    """UsageError where a rank cannot round its shard by itself."""
     linears = linears_of(family)
     for parameter in family.parameters:
         if parameter.name not in linears:

@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rltool.engines.transfer.fp8 import BLOCK
-from rltool.megatron.kernels import LARGEST_FP8, SMALLEST_GROUP, normed_dtype
+from rltool.megatron.kernels import normed_dtype
 
 TILE = 4096
 """Numbers that one program of the row-wise kernels holds."""
@@ -208,27 +207,6 @@ def _swiglu_backward(
     by_up = tl.where(up_moves, given * gate * sigmoid, 0.0)
     tl.store(grad_x + place, by_gate.to(grad_x.dtype.element_ty), mask=column < F)
     tl.store(grad_x + place + F, by_up.to(grad_x.dtype.element_ty), mask=column < F)
-
-
-@jit
-def _round_to_fp8(
-    x, out, rows, groups, least, largest, H: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr
-):
-    group = tl.program_id(0).to(tl.int64) * TOGETHER + tl.arange(0, TOGETHER)
-    row, column = group // groups, (group % groups)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    inside = (row < rows)[:, None] & (column < H)
-    at = row[:, None] * H + column
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    scale = tl.div_rn(tl.maximum(tl.max(tl.abs(value), 1), least), largest)
-    scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], (TOGETHER, GROUP)))
-    scaled = tl.minimum(tl.maximum(scaled, -largest), largest)
-    # To three bits behind the leading one, and below 2^-6 to steps of 2^-9, by a sum whose last bit is such a step.
-    power = (scaled.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = tl.maximum(power, 0.015625) * 1572864.0
-    result = ((scaled + shift) - shift) * scale[:, None]
-    # Minimum and maximum may drop what is not a number.
-    result = tl.where(value == value, result, value)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -526,17 +504,6 @@ def swiglu(
     x: Tensor, scale: Tensor | None = None, alpha: float = 1.0, offset: float = 0.0, limit: float = math.inf
 ) -> Tensor:
     return _SwiGLU.apply(x, scale, (alpha, offset, limit))
-
-
-def round_to_fp8(x: Tensor) -> Tensor:
-    x = x.contiguous()
-    width, out = x.size(-1), torch.empty_like(x)
-    rows, groups = x.numel() // width, triton.cdiv(width, BLOCK)
-    together = TILE // BLOCK // 2
-    _round_to_fp8[(triton.cdiv(rows * groups, together),)](
-        x, out, rows, groups, SMALLEST_GROUP, LARGEST_FP8, H=width, GROUP=BLOCK, TOGETHER=together
-    )
-    return out
 
 
 class _Convolution(torch.autograd.Function):

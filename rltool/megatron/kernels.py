@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-
-from rltool.engines.transfer import fp8
 
 _eager = False
 
@@ -117,52 +115,6 @@ def swiglu(x: Tensor, scale: Tensor | None = None, kind: Gate = SILU) -> Tensor:
         gate, up = gate.clamp(max=kind.limit), up.clamp(-kind.limit, kind.limit)
         gated = gate * torch.sigmoid(kind.alpha * gate) * (up + kind.offset)
     return gated if scale is None else (gated * scale.unsqueeze(-1)).to(x.dtype)
-
-
-def rounded_to_fp8(x: Tensor) -> Tensor:
-    """What an engine in FP8 multiplies with for the inputs x of a linear layer: of each row, groups of 128 numbers in
-    E4M3, each group with a scale in fp32, which gives its largest number 448. The gradient is that of x.
-
-    x: [..., inputs]. Returns a copy. Source: vllm/model_executor/layers/quantization/utils/fp8_utils.py,
-    per_token_group_quant_fp8.
-    """
-    return cast(Tensor, _RoundedToFp8.apply(x))
-
-
-class _RoundedToFp8(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        if _on_gpu(x):
-            from rltool.megatron import fused
-
-            return fused.round_to_fp8(x)
-        return round_to_fp8(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0]
-
-
-def round_to_fp8(x: Tensor) -> Tensor:
-    """`rounded_to_fp8` in plain torch, without a gradient."""
-    size = x.size(-1)
-    groups = F.pad(x.float(), (0, -size % fp8.BLOCK)).unflatten(-1, (-1, fp8.BLOCK))
-    largest = groups.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_GROUP)
-    # By a tensor, as in `fp8.quantized`.
-    scale = largest / torch.full_like(largest, LARGEST_FP8)
-    values = (groups / scale).clamp_(-LARGEST_FP8, LARGEST_FP8).to(fp8.DTYPE)
-    return (values.float() * scale).flatten(-2)[..., :size].to(x.dtype).contiguous()
-
-
-LARGEST_FP8 = torch.finfo(fp8.DTYPE).max
-SMALLEST_GROUP = 1e-10
-"""The least that the largest number of a group counts as."""
-
-
-def rounded_swiglu(x: Tensor, scale: Tensor | None = None) -> Tensor:
-    """`swiglu`, `rounded_to_fp8`, then times `scale`: engines scale experts' outputs behind the product."""
-    rounded = rounded_to_fp8(swiglu(x))
-    return rounded if scale is None else (rounded * scale.unsqueeze(-1)).to(x.dtype)
 
 
 def short_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:

@@ -19,14 +19,7 @@ from torch import Tensor
 from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, Kernel, attention_with_sinks, has_kernels, kernel_for
 from rltool.megatron.collectives import gather_from_context_ranks
-from rltool.megatron.kernels import (
-    Gate,
-    rms_norm,
-    rms_norm_zero_centered,
-    rounded_swiglu,
-    rounded_to_fp8,
-    swiglu,
-)
+from rltool.megatron.kernels import Gate, rms_norm, rms_norm_zero_centered, swiglu
 from rltool.megatron.packing import PackedSequences
 from rltool.megatron.runtime import context_parallel_group
 from rltool.models.base import Attention, Rotary
@@ -90,18 +83,6 @@ class BiasedExpert(MLP):
         scaled = swiglu(gated + bias, per_token_scale, gate_of(self.config))
         output, bias = self.linear_fc2(scaled)
         return with_scaled_bias(self.config, output, bias, per_token_scale), None
-
-
-class RoundedExpert(MLP):
-    """An expert that computes as an engine's in FP8: with SwiGLU, and without biases."""
-
-    def forward(
-        self, hidden_states: Tensor, per_token_scale: Tensor | None = None, **options: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """[T, hidden], [T]. Returns [T, hidden] and no bias."""
-        gated, _ = self.linear_fc1(rounded_to_fp8(hidden_states))
-        output, _ = self.linear_fc2(rounded_swiglu(gated, per_token_scale))
-        return output, None
 
 
 def gate_of(config: Any) -> Gate:

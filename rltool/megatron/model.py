@@ -24,7 +24,7 @@ from rltool.config.sections import TrainerConfig
 from rltool.errors import UsageError
 from rltool.megatron.attention import Backend, check_backend
 from rltool.megatron.delta_net import GatedAttention, GatedDeltaNet
-from rltool.megatron.experts import GroupedExperts, computes, group_products, wanted
+from rltool.megatron.experts import computes, group_products, wanted
 from rltool.megatron.family_layers import (
     LatentAttention,
     NormedRowParallelLinear,
@@ -33,8 +33,6 @@ from rltool.megatron.family_layers import (
     TwoRotaryPositions,
     one_pass,
 )
-from rltool.megatron.fp8 import SETTING, check_fake_quantization, linears_of, round_shard
-from rltool.megatron.kernels import rounded_swiglu, rounded_to_fp8, swiglu
 from rltool.megatron.layers import (
     BiasedExpert,
     GatedMLP,
@@ -42,7 +40,6 @@ from rltool.megatron.layers import (
     PackedCausalAttention,
     RMSNorm,
     RotaryPositions,
-    RoundedExpert,
     gate_of,
 )
 from rltool.megatron.packing import PackedSequences
@@ -371,62 +368,3 @@ def global_name(model: GPTModel, name: str) -> str:
         if parts[3:6] == ["mlp", "experts", "local_experts"]:
             parts[6] = str(layer.mlp.local_expert_indices[int(parts[6])])
     return ".".join(parts)
-
-
-class FakeQuantization:
-    """A model that computes with what engines in FP8 compute with (trainer.fake_quantization).
-
-    Weights are rounded in place, where the model has them in bfloat16: the optimizer's own, in float32, are not. Inputs
-    of the same linear layers may be rounded as they come. Gradients are taken for those of what was rounded (the
-    straight-through estimator, Bengio et al. 2013, arXiv 1308.3432).
-    """
-
-    def __init__(self, model: GPTModel, family: Family, tensor_parallel: int, *, inputs: bool) -> None:
-        """inputs: from now on the model rounds them. UsageError for one whose engines round other things."""
-        check_fake_quantization(family, tensor_parallel, inputs=inputs)
-        self._tensor_parallel, linears = tensor_parallel, linears_of(family)
-        named = {global_name(model, name): (name, weight) for name, weight in model.named_parameters()}
-        self._weights = [(family.parameter(name), held[1]) for name, held in named.items() if name in linears]
-        if inputs:
-            _round_inputs(model, family)
-
-    @torch.no_grad()
-    def round_weights(self) -> None:
-        """After the model's weights were overwritten."""
-        for parameter, weight in self._weights:
-            round_shard(parameter, weight.detach(), self._tensor_parallel)
-
-
-def _round_inputs(model: GPTModel, family: Family) -> None:
-    linears = linears_of(family)
-    by_hook = {
-        model.get_submodule(local.rpartition(".")[0])
-        for local, _ in model.named_parameters()
-        if (name := global_name(model, local)) in linears and family.parameter(name).expert is None
-    }
-    for layer in model.decoder.layers:
-        mlp = cast(Any, layer).mlp
-        for dense in (mlp, getattr(mlp, "shared_experts", None)):
-            # As a part of its gate, which may be computed again in place of being kept.
-            if isinstance(dense, GatedMLP) and dense.gate is swiglu:
-                dense.gate = rounded_swiglu
-                by_hook.discard(cast(torch.nn.Module, dense.linear_fc2))
-        experts = getattr(mlp, "experts", None)
-        if experts is not None:
-            _round_in_experts(experts)
-    for linear in by_hook:
-        linear.register_forward_pre_hook(_rounded_input)
-
-
-def _round_in_experts(experts: torch.nn.Module) -> None:
-    if not isinstance(experts, SequentialMLP) or not computes(experts.config) or experts.config.add_bias_linear:
-        raise UsageError(f'{SETTING} = "all" is not implemented for other experts than SwiGLU: take "weights"')
-    if isinstance(experts, GroupedExperts):
-        experts.rounds = True
-    for expert in experts.local_experts:
-        expert.__class__ = RoundedExpert
-
-
-def _rounded_input(_module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    x, *rest = inputs
-    return rounded_to_fp8(x), *rest

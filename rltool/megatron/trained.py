@@ -32,13 +32,14 @@ from rltool.errors import UsageError
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron import optimizer as optim
 from rltool.megatron.collectives import sum_over_context_ranks
+from rltool.megatron.fp8 import round_shard
 from rltool.megatron.micro_batch import MicroBatch, prepare
-from rltool.megatron.model import FakeQuantization, forward, global_names
+from rltool.megatron.model import forward, global_names
 from rltool.megatron.offload import PARTS, Offloader, Part, tensors_of
 from rltool.megatron.pictures import VisionTower, place_pictures
 from rltool.megatron.router_bias import RouterBiases
 from rltool.megatron.runtime import Coordinates, Runtime, in_megatron, to_device
-from rltool.models.base import Family
+from rltool.models.base import Family, Parameter
 
 MicroBatchLoss = Callable[..., tuple[Tensor, dict[str, Any]]]
 """f(micro_batch, *outputs) -> (the loss summed over micro_batch.rows, sums for metrics by name).
@@ -67,8 +68,8 @@ class TrainedModel(ABC):
     own_part: str | None = None
     """Attribute of a part of the model that its family does not have: no Hugging Face directory holds its weights."""
 
-    fake: FakeQuantization | None = None
-    """Set in `build` by a model with trainer.fake_quantization."""
+    rounded: Sequence[tuple[Parameter, Tensor]] = ()
+    """This rank's shards that are rounded to FP8 (trainer.fake_quantization); set in `build`."""
 
     def __init__(self, setup: Setup, family: Family, *, total_optimizer_steps: int) -> None:
         """Weights are uninitialised. UsageError for a model that cannot be cut so, or a schedule that does not fit."""
@@ -165,9 +166,11 @@ class TrainedModel(ABC):
         self.round_weights()
 
     def round_weights(self) -> None:
-        """After the parameters were overwritten, what the optimizer has stays: to FP8, where the model has `fake`."""
-        if self.fake is not None:
-            self.fake.round_weights()
+        """After parameters were overwritten: those of `rounded`. The optimizer's own weights stay as they are, so that
+        its steps add up until a rounded weight moves, and gradients are taken for theirs (the straight-through
+        estimator, Bengio et al. 2013, arXiv:1308.3432)."""
+        for parameter, shard in self.rounded:
+            round_shard(parameter, shard.detach(), self.coordinates.layout.tp)
 
     # -- memory
 

@@ -24,12 +24,13 @@ from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.exact import exact_head_logprobs, use_engine_kernels
 from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
+from rltool.megatron.fp8 import check_fake_quantization, linears_of
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
 from rltool.megatron.lora import Adapters, MergedWeights, attach
 from rltool.megatron.micro_batch import MicroBatch
-from rltool.megatron.model import FakeQuantization, build_model, global_names, output_hidden_states, output_weight
+from rltool.megatron.model import build_model, global_names, output_hidden_states, output_weight
 from rltool.megatron.output_head import head_logprobs
 from rltool.megatron.routing_replay import REPLAYED, RoutingReplay
 from rltool.megatron.runtime import Rendezvous, Runtime, in_megatron
@@ -114,9 +115,10 @@ class MegatronTrainer(TrainedModel):
         output_hidden_states(model)
         if self.algorithm.exact:
             use_engine_kernels(model, self.model_path, self.family.architecture)
-        if self.config.fake_quantization != "none":
-            inputs = self.config.fake_quantization == "all"
-            self.fake = FakeQuantization(model, self.family, self.coordinates.layout.tp, inputs=inputs)
+        if self.config.fake_quantization:
+            check_fake_quantization(self.family, self.coordinates.layout.tp)
+            named, linears = global_names(model), linears_of(self.family)
+            self.rounded = [(self.family.parameter(name), named[name]) for name in named if name in linears]
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART

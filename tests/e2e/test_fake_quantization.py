@@ -8,7 +8,6 @@ from contextlib import closing
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.overrides import TorchFunctionMode
 
 from rltool.checkpoints.torch_dist import load_checkpoint, save_checkpoint
 from rltool.config.algorithm import CriticConfig
@@ -17,7 +16,7 @@ from rltool.megatron.model import global_names
 from rltool.models.registry import read_hf_config
 from rltool.quickstart.tiny_model import make_tiny_model
 from tests.e2e.job import write_job
-from tests.e2e.megatron_models import VOCAB, hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
+from tests.e2e.megatron_models import hf_logprobs, hf_model, make_trainer, policy_batch, save_hf
 
 pytestmark = pytest.mark.e2e
 
@@ -30,49 +29,23 @@ CUT = SIZES | {"num_key_value_heads": 4, "intermediate_size": 512}
 EXPERTS = SIZES | {"moe_intermediate_size": 128, "num_experts": 8, "norm_topk_prob": True}
 
 
-def settings(fake="all", dtype="bfloat16", **trainer):
+def settings(fake=True, dtype="bfloat16", **trainer):
     trainer = {"fake_quantization": fake, **trainer}
     return {"dtype": dtype, "algorithm": {"loss": "sft"}, "optimizer": {"clip_grad": 0.0}, "trainer": trainer}
 
 
-# The formula: E4M3 with a scale of a 448th of the largest number of a group.
-
-
-def in_e4m3(x, group):
-    """x: fp32 [..., whole groups]; group: how many dimensions at its end belong together."""
-    dims = tuple(range(-group, 0))
-    scale = x.abs().amax(dims, keepdim=True).clamp_min(1e-10) / 448
-    return (x / scale).to(torch.float8_e4m3fn).float() * scale
-
-
 def rounded_weight(weight):
-    """[..., rows, columns], by blocks of 128 x 128."""
+    """[..., rows, columns]: E4M3 by blocks of 128 x 128, whose scale is a 448th of their largest number."""
     rows, columns = weight.shape[-2] // 128, weight.shape[-1] // 128
     blocks = weight.float().unflatten(-1, (columns, 128)).unflatten(-3, (rows, 128)).transpose(-3, -2)
-    return in_e4m3(blocks, 2).transpose(-3, -2).flatten(-2).flatten(-3, -2).to(weight.dtype)
+    scale = blocks.abs().amax((-2, -1), keepdim=True).clamp_min(1e-10) / 448
+    rounded = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded.transpose(-3, -2).flatten(-2).flatten(-3, -2).to(weight.dtype)
 
 
-def rounded_input(x):
-    rounded = in_e4m3(x.float().unflatten(-1, (-1, 128)), 1).flatten(-2).to(x.dtype)
-    return x + (rounded - x).detach()
-
-
-class RoundedInputs(TorchFunctionMode):
-    """Of linear layers, but for the head and routers."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.nn.functional.linear:
-            rows = (args[1] if len(args) > 1 else kwargs["weight"]).size(0)
-            if rows >= 128 and rows != VOCAB:
-                args = (rounded_input(args[0]), *args[1:])
-        return func(*args, **kwargs)
-
-
-def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdpa"):
-    """Log-probabilities, and gradients by name. rounds: "weights", those alone."""
+def reference(kind, sizes, batch, *, rounds, dtype=torch.float32):
+    """Log-probabilities, and gradients by name."""
     model = hf_model(kind, False, **sizes).to(dtype)
-    model.set_attn_implementation(attention)
     if "moe" in kind:
         model.set_experts_implementation("eager")
     linears = [p for name, p in model.named_parameters() if "proj" in name and p.dim() > 1]
@@ -81,8 +54,7 @@ def reference(kind, sizes, batch, *, rounds, dtype=torch.float32, attention="sdp
             for parameter in linears:
                 parameter.copy_(rounded_weight(parameter))
     texts = batch.tokens.split(batch.lengths.tolist())
-    with RoundedInputs() if rounds is True else torch.enable_grad():
-        logprobs = torch.cat([hf_logprobs(model, text, 1.0) for text in texts])
+    logprobs = torch.cat([hf_logprobs(model, text, 1.0) for text in texts])
     (-(logprobs * batch.loss_weights * batch.loss_mask).sum() / batch.num_loss_tokens).backward()
     return logprobs.detach(), {name: p.grad.float() for name, p in model.named_parameters()}
 
@@ -177,9 +149,6 @@ COMPUTED = {
     "dense": ("qwen3", SIZES, {}),
     "fused in the checkpoint": ("phi3", SIZES | {"num_key_value_heads": 4}, {}),
     "rows in another order": ("glm4", SIZES | {"head_dim": 128}, {}),
-    "other gates": ("gemma3", SIZES | {"num_hidden_layers": 4}, {}),
-    "all computed again": ("llama", SIZES, {"recompute": "full"}),
-    "gates computed again": ("llama", SIZES, {"recompute": "selective"}),
     "experts one after the other": ("qwen3_moe", EXPERTS, {"expert_products": "sequential"}),
     "experts at once": ("qwen3_moe", EXPERTS, {"expert_products": "grouped"}),
     "a shared expert": ("qwen2_moe", EXPERTS | {"shared_expert_intermediate_size": 128}, {}),
@@ -190,43 +159,29 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("case", COMPUTED)
-def test_it_computes_as_a_model_whose_weights_and_inputs_are_rounded(ranks, tmp_path, case):
-    """In float32, where the order of a sum moves hardly a number to another of FP8."""
+def test_it_computes_as_a_model_whose_weights_are_rounded(ranks, tmp_path, case):
     kind, sizes, trainer = COMPUTED[case]
     path, batch = save_hf(tmp_path / "hf", kind, False, sizes=sizes), policy_batch(LENGTHS)
     expected, by_weight = reference(kind, sizes, batch, rounds=True)
     plain, plain_by_weight = reference(kind, sizes, batch, rounds=False)
     [(found, gradients)] = ranks.run(case_compute, 1, path, batch, settings(dtype="float32", **trainer))
-    assert distance(found, expected) < 1e-2 < 0.1 < distance(plain, expected)
+    assert distance(found, expected) < 1e-4 < 0.05 < distance(plain, expected)
     compared = 0
     for ours, theirs in MATRICES.items():
         by_ours, name = gradients.get(f"decoder.layers.1.{ours}.weight"), f"model.layers.1.{theirs}.weight"
         if by_ours is not None and name in by_weight:
-            assert relative(by_ours, by_weight[name]) < 2e-2 < 0.1 < relative(by_ours, plain_by_weight[name])
+            assert relative(by_ours, by_weight[name]) < 1e-4 < 0.05 < relative(by_ours, plain_by_weight[name])
             compared += 1
     assert compared
 
 
 @pytest.mark.parametrize(("kind", "sizes"), [("qwen3", SIZES), ("qwen3_moe", EXPERTS)])
-def test_in_bfloat16_rounded_weights_are_those_of_the_model_and_inputs_stay(ranks, tmp_path, kind, sizes):
+def test_so_it_does_in_bfloat16(ranks, tmp_path, kind, sizes):
     path, batch = save_hf(tmp_path / "hf", kind, False, sizes=sizes), policy_batch(LENGTHS)
-    expected, _ = reference(kind, sizes, batch, rounds="weights", dtype=torch.bfloat16)
-    [(found, _)] = ranks.run(case_compute, 1, path, batch, settings("weights"))
-    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
-    assert distance(found, expected) < 0.06 < 0.15 < distance(plain, expected)
-
-
-def test_in_bfloat16_rounded_inputs_are_as_near_as_two_orders_of_sums_are(ranks, tmp_path):
-    """A rounding of 2^-9 decides here and there between two numbers of FP8, whose steps are 2^-3."""
-    path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    expected, other = (
-        reference("qwen3", SIZES, batch, rounds=True, dtype=torch.bfloat16, attention=name)[0]
-        for name in ("sdpa", "eager")
-    )
+    expected, _ = reference(kind, sizes, batch, rounds=True, dtype=torch.bfloat16)
     [(found, _)] = ranks.run(case_compute, 1, path, batch, settings())
-    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings("none"))
-    noise = distance(other, expected)
-    assert distance(found, expected) < 1.3 * noise < distance(plain, expected) / 1.3
+    [(plain, _)] = ranks.run(case_compute, 1, path, batch, settings(fake=False))
+    assert distance(found, expected) < 0.06 < 0.15 < distance(plain, expected)
 
 
 PROJECTION = "decoder.layers.0.self_attention.linear_proj.weight"
@@ -235,7 +190,7 @@ PROJECTION = "decoder.layers.0.self_attention.linear_proj.weight"
 @pytest.mark.parametrize("distributed", [False, True])
 def test_small_steps_add_up_in_the_optimizer_until_a_rounded_weight_moves(ranks, tmp_path, distributed):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    options = settings("weights", distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
+    options = settings(distributed_optimizer=distributed) | {"optimizer": {"lr": 2e-4}}
     [steps] = ranks.run(case_masters, 1, path, batch, PROJECTION, options)
     state = hf_model("qwen3", False, **SIZES).bfloat16().state_dict()
     start = state["model.layers.0.self_attn.o_proj.weight"].float()
@@ -270,7 +225,7 @@ def test_ranks_round_what_one_rank_rounds(ranks, tmp_path, layout):
     [(first, expected, after)] = ranks.run(case_steps, 1, path, batch, settings(dtype="float32"))
     found = ranks.run(case_steps, size, path, batch, options)
     logprobs = next(each for _, each, _ in found if each is not None)
-    assert distance(logprobs, expected) < 1e-2
+    assert distance(logprobs, expected) < 1e-4
     for weights, _, later in found:
         for name, tensor in weights.items():
             assert torch.equal(tensor, first[name]), name
@@ -294,8 +249,8 @@ def test_a_resumed_run_goes_on_bit_by_bit(ranks, tmp_path, distributed):
 
 def test_a_checkpoint_of_a_run_without_it_is_rounded_when_it_is_loaded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake="none"))
-    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake="none"))
+    ranks.run(case_save, 1, path, batch, tmp_path / "step", settings(fake=False))
+    [(_, _, _, plain)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings(fake=False))
     [(_, _, _, found)] = ranks.run(case_resume, 1, path, batch, tmp_path / "step", settings())
     for name, tensor in plain.items():
         assert torch.equal(found[name], rounded_weight(tensor) if "proj" in name else tensor), name
@@ -319,14 +274,13 @@ def case_critic(place, path, batch):
         critic = Critic(trainer, CriticConfig(), total_optimizer_steps=10)
         critic.load_hf_weights(path)
         ours, theirs = (global_names(model.gpt)[PROJECTION] for model in (trainer, critic))
-        hooks = [len(m._forward_pre_hooks) for m in critic.gpt.modules() if len(m._forward_pre_hooks)]
-        return critic.fake is None and not hooks, ours.detach().clone(), theirs.detach().clone()
+        return ours.detach().clone(), theirs.detach().clone()
 
 
 def test_a_critic_is_not_rounded(ranks, tmp_path):
     path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    [(plain, ours, theirs)] = ranks.run(case_critic, 1, path, batch)
-    assert plain and not torch.equal(ours, theirs) and torch.equal(ours, rounded_weight(theirs))
+    [(ours, theirs)] = ranks.run(case_critic, 1, path, batch)
+    assert not torch.equal(ours, theirs) and torch.equal(ours, rounded_weight(theirs))
 
 
 def test_a_supervised_run_rounds_for_engines_that_come_later(tmp_path):
@@ -338,7 +292,7 @@ def test_a_supervised_run_rounds_for_engines_that_come_later(tmp_path):
         shutil.copy(tiny / name, tmp_path / "model")
     job = write_job(tmp_path / "job", tmp_path / "model", None)
     sets = ['algorithm.loss="sft"', "steps=2", "optimizer_steps_per_rollout=1", "eval.sets={}"]
-    sets += ['model.dtype="bfloat16"', 'trainer.fake_quantization="weights"', "checkpoint.save_hf_at_end=true"]
+    sets += ['model.dtype="bfloat16"', 'trainer.fake_quantization=true', "checkpoint.save_hf_at_end=true"]
     job("train", "one", sets=sets)
     [written] = (job.runs / "one" / "hf").glob("step_*")
     tensors = load_file(written / "model.safetensors")

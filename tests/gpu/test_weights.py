@@ -141,18 +141,18 @@ def test_matrices_in_fp8_are_the_same_bits_on_a_gpu_as_on_a_cpu():
 
 @pytest.mark.parametrize("model", ["0.5B"], indirect=True)
 def test_a_trainer_that_rounds_its_weights_is_nearer_to_a_vllm_in_fp8(work, rltool, model):
-    """Of four layers, which are few enough for rounded inputs to help. By emulation 0.4 and 0.3 of the KL remain."""
+    """What engines round of inputs remains: 0.4 of the KL by emulation, 0.48 of that of SmolLM2's on an H200."""
     engines = serving(work, rltool, model, "in-fp8", "--quantization", "fp8")
     endpoints, found = next(engines), {}
     try:
-        for fake in ("none", "weights", "all"):
+        for fake in ("false", "true"):
             rltool("init", f"fake-{fake}.toml")
             settings = {
                 "model.path": f'"{model}"', "model.dtype": '"bfloat16"', "steps": "3", "optimizer.lr": "1e-6",
                 "data.train": f'["{make_prompts(work / "prompts.jsonl")}"]', "rollout.prompts_per_step": "16",
                 "sampling.max_prompt_tokens": "32", "sampling.max_response_tokens": "32",
                 "reward.function": '"benchmarks.rewards:letter_share"', "weights.transport": '"gloo"',
-                "engines.quantization": '"fp8"', "trainer.fake_quantization": f'"{fake}"', "trainer.share_gpus": "true",
+                "engines.quantization": '"fp8"', "trainer.fake_quantization": fake, "trainer.share_gpus": "true",
                 "monitor.logprob_difference_limit": "1.0", "weights.verify_tolerance": "1.0",
             }  # fmt: skip
             words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
@@ -165,7 +165,7 @@ def test_a_trainer_that_rounds_its_weights_is_nearer_to_a_vllm_in_fp8(work, rlto
     finally:
         next(engines, None)
     print(found)
-    assert max(found["weights"], found["all"]) < 0.6 * found["none"]
+    assert found["true"] < 0.6 * found["false"]
 
 
 SGLANG = (

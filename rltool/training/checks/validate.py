@@ -141,8 +141,8 @@ def check_model(config: TrainConfig) -> None:
         check_grouped_products(family, tensor_parallel=trainer.tensor_parallel, dtype=config.model.dtype)
     if trainer.router_bias_update_rate:
         check_router_bias(family)
-    if trainer.fake_quantization != "none":
-        check_fake_quantization(family, trainer.tensor_parallel, inputs=trainer.fake_quantization == "all")
+    if trainer.fake_quantization:
+        check_fake_quantization(family, trainer.tensor_parallel)
     if config.lora.rank:
         check_adapters(family, config.lora)
     if config.model.teacher_path is not None:

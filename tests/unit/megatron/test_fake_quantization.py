@@ -1,4 +1,4 @@
-"""Weights and inputs rounded as engines in FP8 have them, without a trainer; tests/e2e has that."""
+"""Weights rounded as engines in FP8 have them, without a trainer; tests/e2e has that."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from rltool.config.train import TrainConfig
 from rltool.engines.transfer import fp8
 from rltool.errors import UsageError
 from rltool.megatron.fp8 import check_fake_quantization, fp8_plan, linears_of, round_shard, rounded_matrix
-from rltool.megatron.kernels import rounded_swiglu, rounded_to_fp8, swiglu
 from rltool.training.checks.validate import check_model
 from tests.e2e.megatron_models import architecture_of, hf_config
 from tests.unit.megatron.test_fp8 import WIDE, family_of
@@ -67,7 +66,7 @@ def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
 def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, head):
     sizes = CUT | {"head_dim": head, "moe_intermediate_size": 256, "intermediate_size": 512}
     family = family_of(kind, **sizes)
-    check_fake_quantization(family, tp, inputs=False)
+    check_fake_quantization(family, tp)
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in family.hf_tensors()}
     rounded = {}
@@ -99,7 +98,6 @@ def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, hea
         ("qwen3", WIDE, 2, "trainer.tensor_parallel = 2 .*k_proj.*64 of 128 rows"),
         ("qwen3", CUT | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 384}, 2,
          "192 of 384 rows"),
-        ("glm4_moe_lite", WIDE | {"num_key_value_heads": 4, "kv_lora_rank": 128}, 1, "multi-head latent attention"),
         ("gpt_oss", WIDE, 1, "one tensor of all experts"),
         ("qwen3", WIDE | {"intermediate_size": 200}, 1, "200 rows are no multiple of 128"),
         ("qwen3_5", WIDE, 1, "gated delta nets"),
@@ -107,7 +105,7 @@ def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, hea
 )  # fmt: skip
 def test_what_a_rank_cannot_round_by_itself_is_refused(kind, sizes, tp, message):
     with pytest.raises(UsageError, match=message):
-        check_fake_quantization(family_of(kind, **sizes), tp, inputs=True)
+        check_fake_quantization(family_of(kind, **sizes), tp)
 
 
 def test_columns_that_a_rank_has_are_whole_blocks():
@@ -115,47 +113,10 @@ def test_columns_that_a_rank_has_are_whole_blocks():
     [down] = [p for p in family.parameters if p.name == "decoder.layers.0.mlp.linear_fc2.weight"]
     narrow = replace(down, hf=((down.hf[0][0], (256, 384)),))
     with pytest.raises(UsageError, match="192 of 384 columns"):
-        check_fake_quantization(replace(family, parameters=(narrow,)), 2, inputs=False)
+        check_fake_quantization(replace(family, parameters=(narrow,)), 2)
 
 
-def test_inputs_are_rounded_by_groups_of_a_row():
-    x = randn(3, 5, 300) * torch.logspace(-4, 4, 300)
-    x[0, 0] = 0
-    found = rounded_to_fp8(x.bfloat16())
-    groups, rounded = (y.bfloat16().flatten(0, 1).split(128, dim=1) for y in (x, found))
-    for row, mine in zip(torch.cat([*groups[:2]]).float(), torch.cat([*rounded[:2]]), strict=True):
-        scale = max(row.abs().max().item(), 1e-10) / 448
-        nearest = (row / scale).to(torch.float8_e4m3fn).float() * scale
-        torch.testing.assert_close(mine.float(), nearest, rtol=2**-8, atol=0)
-    assert found.dtype is torch.bfloat16 and found.shape == x.shape
-    assert torch.equal(found.float().abs().amax(-1), x.bfloat16().float().abs().amax(-1)), "the largest stays"
-    assert rounded_to_fp8(x.new_empty(0, 256)).shape == (0, 256)
-
-
-def test_what_is_not_finite_does_not_hide():
-    x = randn(2, 256)
-    x[0, 3], x[1, 200] = torch.nan, torch.inf
-    found = rounded_to_fp8(x)
-    assert not found[0, 3].isfinite() and not found[1, 200].isfinite()
-    assert found[0, 128:].isfinite().all() and found[1, :128].isfinite().all()
-
-
-def test_gradients_pass_straight_through():
-    x, weight = randn(7, 256).requires_grad_(), randn(16, 256).requires_grad_()
-    out, by_out = torch.nn.functional.linear(rounded_to_fp8(x), weight), randn(7, 16)
-    out.backward(by_out)
-    assert torch.equal(x.grad, by_out @ weight.detach())
-    assert torch.equal(weight.grad, by_out.t() @ rounded_to_fp8(x.detach()))
-
-
-def test_of_experts_the_gated_activation_is_rounded_before_it_is_scaled():
-    x, scale = randn(7, 512), torch.rand(7)
-    expected = (rounded_to_fp8(swiglu(x)) * scale[:, None]).bfloat16()
-    assert torch.equal(rounded_swiglu(x, scale), expected)
-    assert torch.equal(rounded_swiglu(x), rounded_to_fp8(swiglu(x)))
-
-
-FAKE = ["model.path=/m", 'trainer.fake_quantization="weights"', 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
+FAKE = ["model.path=/m", "trainer.fake_quantization=true", 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
 
 
 @pytest.mark.parametrize(
@@ -175,8 +136,8 @@ def test_what_contradicts_it_is_refused(sets, message):
 
 def test_a_run_without_engines_may_round_for_later_ones():
     sets = [*FAKE[:3], 'algorithm.loss="sft"']
-    assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization == "weights"
-    assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization == "weights"
+    assert load_config(TrainConfig, [], sets).config.trainer.fake_quantization
+    assert load_config(TrainConfig, [], FAKE).config.trainer.fake_quantization
 
 
 def test_a_model_that_cannot_be_rounded_so_is_refused_before_a_run_starts(tmp_path):

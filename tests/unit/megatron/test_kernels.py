@@ -29,7 +29,7 @@ def differences():
 
 @pytest.mark.parametrize(
     "function",
-    ["norm", "norm of heads", "rotation", "split", "gated", "gated and scaled", "rounded", "convolved", "rows summed",
+    ["norm", "norm of heads", "rotation", "split", "gated", "gated and scaled", "convolved", "rows summed",
      "added to each", "vocabulary", "top-k head"],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2)])
