@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -215,15 +216,24 @@ def test_bfloat16_rounds_once_and_says_so_in_config(tmp_path, source):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_both_directories_are_complete_models(tmp_path, source):
-    hf_to_torch_dist(source, tmp_path / "dist", verify=False)
+@pytest.mark.parametrize("code", [False, True])
+def test_both_directories_are_complete_models(tmp_path, source, code):
+    """Also of a model with code of its own; a script that happens to lie there is not copied."""
+    model = tmp_path / "model"
+    shutil.copytree(source, model)
+    (model / "modeling_own.py").write_text("")
+    if code:
+        config = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoConfig": "modeling_own.Own"}}
+        (model / "config.json").write_text(json.dumps(config))
+    hf_to_torch_dist(model, tmp_path / "dist", verify=False)
     torch_dist_to_hf(tmp_path / "dist", tmp_path / "back", verify=False)
     for directory in (tmp_path / "dist", tmp_path / "back"):
         for name in ("config.json", "tokenizer.json", "generation_config.json"):
             assert (directory / name).is_file(), f"{directory.name} lacks {name}"
+        assert (directory / "modeling_own.py").is_file() == code
     described = manifest.read(tmp_path / "dist")
     assert (described.kind, described.architecture, described.dtype) == ("weights", "Qwen2ForCausalLM", "float32")
-    assert {path.name for path in tmp_path.iterdir()} == {"dist", "back"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "dist", "back"}
 
 
 def test_command_prints_what_was_verified(tmp_path, source):

@@ -9,6 +9,7 @@ rltool sends weights to, looks into, and starts. It is a class that inherits the
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from rltool.engines.types import (
     TokenScores,
     TokenStream,
     json_list,
+    json_object,
 )
 from rltool.errors import EngineError, PicturesDiffer
 
@@ -45,6 +47,14 @@ def in_waking_order(tags: Sequence[MemoryTag]) -> list[MemoryTag]:
     if not tags or not set(tags) <= set(MEMORY_TAGS):
         raise ValueError(f"memory tags are one or both of {', '.join(MEMORY_TAGS)}, not {list(tags)}")
     return [tag for tag in MEMORY_TAGS if tag in tags]
+
+
+def config_of(model: Path) -> Mapping[str, Any]:
+    """Of a Hugging Face directory; empty where it cannot be read: the engine reports what is wrong with it."""
+    try:
+        return json_object(json.loads((model / "config.json").read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 def check_expansion(request: GenerateRequest, found: Any) -> None:
@@ -364,8 +374,8 @@ class Launches(Protocol):
         """Why it takes no adapters there; None: it does."""
         return None
 
-    def no_fp8(self, device: Device) -> str | None:
-        """Why it does not serve FP8 that a trainer sends, on this device; None: it does."""
+    def no_fp8(self, device: Device, model: Path) -> str | None:
+        """Why it does not serve this model in FP8 that a trainer sends, on this device; None: it does."""
         return "that is implemented for vLLM and SGLang"
 
     def not_exact(self, device: Device, model: Path) -> str | None:

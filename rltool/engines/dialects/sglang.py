@@ -29,7 +29,7 @@ from rltool.engines.dialects.protocol import (
     in_waking_order,
 )
 from rltool.engines.dialects.routed_experts import from_int32
-from rltool.engines.dialects.sglang_launch import NO_FP8_ON_CPU, SglangLaunching
+from rltool.engines.dialects.sglang_launch import NO_FP8_ON_CPU, NO_LATENT_FP8, SglangLaunching
 from rltool.engines.dialects.supported import has
 from rltool.engines.replies import failure_within
 from rltool.engines.types import (
@@ -339,7 +339,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
         if info.device == "cpu":
             return f"cannot be sent FP8: {NO_FP8_ON_CPU}"
         if info.model_config.get("kv_lora_rank") is not None:
-            return "serves latent attention in FP8, and SGLang was not seen to be sent that: use vLLM"
+            return f"serves latent attention in FP8: {NO_LATENT_FP8}"
         if sleeps and backend in ("disk", "delta"):
             # The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none.
             return (

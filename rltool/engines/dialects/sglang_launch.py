@@ -6,8 +6,10 @@ Sources (SGLang 0.5.23): sglang/srt/arg_groups/fields (parallel.py, disagg.py), 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rltool.config.serve import Device, EngineLaunch
-from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
+from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags, config_of
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 
 CPU_KV_TOKENS = 32768
@@ -17,6 +19,7 @@ CPU_MEMORY_SHARE = "0.5"
 weights, and does not start where that is more than this share. The KV cache has the size above all the same."""
 
 NO_FP8_ON_CPU = "on a CPU it packs FP8 for AMX when it starts, and takes none afterwards: use GPUs, or vLLM"
+NO_LATENT_FP8 = "it was not seen to be sent latent attention in FP8: use vLLM"
 
 LAUNCHER = (
     "import os, runpy, sys, tempfile; "
@@ -114,9 +117,11 @@ class SglangLaunching(Launches):
         """lora/lora_manager.py of 0.5.23 allocates pinned memory."""
         return "on a CPU it takes no adapters (its pinned memory needs a GPU)" if device == "cpu" else None
 
-    def no_fp8(self, device: Device) -> str | None:
+    def no_fp8(self, device: Device, model: Path) -> str | None:
         """_amx_process_weight_after_loading in srt/layers/amx_utils.py, of 0.5.17 and 0.5.23."""
-        return NO_FP8_ON_CPU if device == "cpu" else None
+        if device == "cpu":
+            return NO_FP8_ON_CPU
+        return None if config_of(model).get("kv_lora_rank") is None else NO_LATENT_FP8
 
     def no_routed_experts(self, device: Device) -> str | None:
         return None

@@ -15,7 +15,7 @@ from typing import Any
 from rltool.config.serve import Device, EngineLaunch
 from rltool.engines.dialects import classification
 from rltool.engines.dialects.inspection import MAX_LOGPROBS, max_logprobs
-from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags
+from rltool.engines.dialects.protocol import Installation, Launches, MemoryFlags, ParallelFlags, config_of
 from rltool.engines.dialects.routed_experts import FLAG as ROUTED_EXPERTS_FLAG
 from rltool.engines.plugin.outputs import LIMIT_VARIABLE
 from rltool.engines.plugin.patches import (
@@ -179,7 +179,7 @@ class VllmLaunching(Launches):
             environment |= {LIMIT_VARIABLE: GPU_OUTPUT_TOKENS}
         return environment
 
-    def no_fp8(self, device: Device) -> str | None:
+    def no_fp8(self, device: Device, model: Path) -> str | None:
         return None
 
     def not_exact(self, device: Device, model: Path) -> str | None:
@@ -245,7 +245,7 @@ heads of 64 alike (`plugin.patches.keep_causal_blocks`)."""
 
 def exact_heads(model: Path) -> bool:
     """Whether this Hugging Face directory's heads are of 64 or 128."""
-    config = _config_of(model)
+    config = config_of(model)
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
     size = config.get("head_dim") or (hidden // heads if isinstance(heads, int) and isinstance(hidden, int) else None)
     return size in (64, 128)
@@ -257,14 +257,7 @@ def lora_rank(rank: int) -> int:
 
 
 def _config(launch: EngineLaunch) -> Mapping[str, Any]:
-    return _config_of(launch.model)
-
-
-def _config_of(model: Path) -> Mapping[str, Any]:
-    try:
-        return json_object(json.loads((model / "config.json").read_text()))
-    except (OSError, ValueError):
-        return {}  # vLLM itself reports what is wrong with the model directory
+    return config_of(launch.model)
 
 
 def _cpu_max_model_len(config: Mapping[str, Any]) -> int:

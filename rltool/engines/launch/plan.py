@@ -280,7 +280,7 @@ def _processes(
             f"group {group.name!r}: {dialect(group.engine).label} was to take adapters (lora_rank, or "
             f'weights.lora_sync = "adapter"): {why}; take merged weights, weights.lora_sync = "merged"'
         )
-    if model.quantization is not None and (why := launches(group.engine).no_fp8(device)) is not None:
+    if model.quantization is not None and (why := launches(group.engine).no_fp8(device, model.path)) is not None:
         raise UsageError(f"group {group.name!r}: {dialect(group.engine).label} was to serve FP8 (quantization): {why}")
     if model.exact and (why := launches(group.engine).not_exact(device, model.path)) is not None:
         raise UsageError(

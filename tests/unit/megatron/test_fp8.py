@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -280,7 +281,7 @@ def test_of_two_that_want_a_copy_one_writes_it_and_the_other_waits(plain, tmp_pa
         write_fp8_copy(path, copy.with_name("next"), own=None, report=lambda line: None)
 
 
-def test_an_sglang_on_a_cpu_is_refused_and_a_dry_run_tells_of_the_copy(plain, capsys, monkeypatch, tmp_path):
+def test_an_sglang_that_takes_none_is_refused_and_a_dry_run_tells_of_the_copy(plain, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("RLTOOL_RUNS", str(tmp_path / "runs"))
     words = ["serve-engines", str(plain[0]), "--engine", "sglang", "--quantization", "fp8", "--dry-run"]
     words += ["--engine-python", sys.executable]
@@ -289,6 +290,15 @@ def test_an_sglang_on_a_cpu_is_refused_and_a_dry_run_tells_of_the_copy(plain, ca
     said = " ".join("".join(capsys.readouterr()).split())
     assert ended.value.code == 2 and "SGLang was to serve FP8" in said and "packs FP8 for AMX" in said
     monkeypatch.setattr("rltool.commands.serve_engines.check_processes", lambda launches: None)
+    latent = tmp_path / "latent"
+    shutil.copytree(plain[0], latent)
+    sizes = WIDE | {"num_key_value_heads": 4, "kv_lora_rank": 128, "moe_intermediate_size": 128}
+    config = hf_config("deepseek_v3", False, **sizes).to_dict() | {"architectures": [architecture_of("deepseek_v3")]}
+    (latent / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SystemExit) as ended:
+        main([words[0], str(latent), *words[2:]])
+    said = " ".join("".join(capsys.readouterr()).split())
+    assert ended.value.code == 2 and "SGLang was to serve FP8" in said and "latent attention in FP8: use vLLM" in said
     with pytest.raises(SystemExit) as ended:
         main(words)
     said = "".join(capsys.readouterr()).replace("\n", "")
