@@ -286,8 +286,8 @@ def check_fake_quantization(config: Sections) -> None:
         )
     if config.model.dtype != "bfloat16":
         raise ValueError(
-            f'{setting} rounds weights in bfloat16, of which the optimizer has others in float32, and model.dtype is '
-            f'"{config.model.dtype}"; set that to "bfloat16", or leave fake_quantization out'
+            f'{setting} rounds the bfloat16 weights and needs the optimizer\'s float32 masters, which model.dtype = '
+            f'"{config.model.dtype}" has not; set it to "bfloat16", or leave fake_quantization out'
         )
     for name, is_set in (
         ("lora.rank above 0", config.lora.rank > 0),

@@ -142,9 +142,9 @@ class TrainerConfig(Config):
     """The residual stream between layers: in the model's dtype, or in float32, which halves the trainer's own rounding
     (docs/benchmarks.md)."""
     fake_quantization: bool = False
-    """The policy computes with weights rounded to FP8, those of engines with engines.quantization = "fp8";
-    gradients pass the rounding, and the optimizer keeps its own weights in float32. Hugging Face exports have the
-    rounded ones."""
+    """The policy's linear weights are rounded to FP8, as engines.quantization = "fp8" has them; the optimizer keeps
+    unrounded float32 masters (straight-through). Hugging Face exports, and runs that start from a checkpoint's weights,
+    have the rounded ones."""
     head_chunk_tokens: int = Field(default=2048, ge=1)
     """Tokens whose logits exist at a time, in fp32; the logits of a micro-batch are never held whole."""
     balance: Literal["tokens", "flops"] = "tokens"

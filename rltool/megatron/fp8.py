@@ -20,7 +20,7 @@ from rltool.models.quantized import dequantized_fp8
 
 SETTING = "trainer.fake_quantization = true"
 AT_ONCE = 1 << 24
-"""Numbers of a matrix that are rounded together: they take about 20 bytes each meanwhile."""
+"""Elements rounded at a time; each needs about 20 bytes meanwhile."""
 
 
 def linears_of(family: Family) -> Collection[str]:
@@ -108,8 +108,6 @@ def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
     for parameter in family.parameters:
         if parameter.name not in linears:
             continue
-        if parameter.transposed:
-            raise UsageError(f"{SETTING} is not implemented for {parameter.hf[0][0]}, transposed in its checkpoint")
         if parameter.shard_dim is None or tensor_parallel == 1:
             continue
         sizes = [shape[1] for shape in parameter.own_shapes]
@@ -126,9 +124,9 @@ def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
 
 
 def round_shard(parameter: Parameter, shard: Tensor, tensor_parallel: int) -> None:
-    """Rounds a rank's part of a parameter, in place, to what an engine multiplies with. A second time changes nothing,
-    and what an engine is sent of it is what it would be sent of the part that was not rounded: the largest number of a
-    block stays, and so its scale. check_fake_quantization must have let it through."""
+    """Rounds a rank's part of a parameter, in place, to FP8 values times their scale, in its dtype. A second time
+    changes nothing, and engines are sent the bytes that they would be sent of the unrounded part: the largest number of
+    a block stays, and so its scale. check_fake_quantization must have let it through."""
     if parameter.merge_as == "qkv":
         heads = shard.unflatten(0, (parameter.query_groups // tensor_parallel, -1))
         rows = parameter.parts or [shape[0] for shape in parameter.own_shapes]

@@ -166,9 +166,9 @@ class TrainedModel(ABC):
         self.round_weights()
 
     def round_weights(self) -> None:
-        """After parameters were overwritten: those of `rounded`. The optimizer's own weights stay as they are, so that
-        its steps add up until a rounded weight moves, and gradients are taken for theirs (the straight-through
-        estimator, Bengio et al. 2013, arXiv:1308.3432)."""
+        """After parameters were overwritten: those of `rounded`. The optimizer's float32 masters stay unrounded, so
+        small steps add up. Gradients taken at the rounded weights are applied to the masters (straight-through
+        estimator, Bengio et al. 2013, arXiv:1308.3432). In float32 there are no masters: a rule refuses that."""
         for parameter, shard in self.rounded:
             round_shard(parameter, shard.detach(), self.coordinates.layout.tp)
 
@@ -349,6 +349,7 @@ class TrainedModel(ABC):
     def load_model_state(self, loaded: dict[str, Any]) -> None:
         """What was loaded in the places of `model_state`."""
         self.gpt.load_state_dict(loaded)
+        self.round_weights()
 
     @in_megatron
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:

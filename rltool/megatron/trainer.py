@@ -419,7 +419,6 @@ class MegatronTrainer(TrainedModel):
         """The frozen model keeps its weights."""
         if self.adapters is None:
             super().load_model_state(loaded)
-            self.round_weights()
         else:
             self.adapters.load_state_dict({name.removeprefix(f"{PART}."): value for name, value in loaded.items()})
 

@@ -235,11 +235,16 @@ def test_ranks_round_what_one_rank_rounds(ranks, tmp_path, layout):
                 assert not torch.equal(later[name], tensor) and relative(later[name], after[name]) < 1e-2
 
 
-@pytest.mark.parametrize("distributed", [False, True])
-def test_a_resumed_run_goes_on_bit_by_bit(ranks, tmp_path, distributed):
-    path, batch = save_hf(tmp_path / "hf", "qwen3", False, sizes=SIZES), policy_batch(LENGTHS)
-    options = settings(distributed_optimizer=distributed)
-    size = 1 + distributed
+@pytest.mark.parametrize(
+    ("size", "kind", "sizes", "options"),
+    [
+        (1, "qwen3", SIZES, settings()),
+        (2, "qwen3", SIZES, settings(distributed_optimizer=True)),
+        (2, "qwen3_moe", EXPERTS, settings() | {"ep": 2}),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_by_bit(ranks, tmp_path, size, kind, sizes, options):
+    path, batch = save_hf(tmp_path / "hf", kind, False, sizes=sizes), policy_batch(LENGTHS)
     saved = ranks.run(case_save, size, path, batch, tmp_path / "step", options)
     resumed = ranks.run(case_resume, size, path, batch, tmp_path / "step", options)
     assert [each[:3] for each in resumed] == [each[:3] for each in saved]

@@ -141,7 +141,7 @@ def test_matrices_in_fp8_are_the_same_bits_on_a_gpu_as_on_a_cpu():
 
 @pytest.mark.parametrize("model", ["0.5B"], indirect=True)
 def test_a_trainer_that_rounds_its_weights_is_nearer_to_a_vllm_in_fp8(work, rltool, model):
-    """What engines round of inputs remains: 0.4 of the KL by emulation, 0.48 of that of SmolLM2's on an H200."""
+    """What engines round of inputs remains, 0.48 of the KL of SmolLM2 on an H200."""
     engines = serving(work, rltool, model, "in-fp8", "--quantization", "fp8")
     endpoints, found = next(engines), {}
     try:
@@ -165,7 +165,7 @@ def test_a_trainer_that_rounds_its_weights_is_nearer_to_a_vllm_in_fp8(work, rlto
     finally:
         next(engines, None)
     print(found)
-    assert found["true"] < 0.6 * found["false"]
+    assert found["true"] < 0.75 * found["false"]
 
 
 SGLANG = (
@@ -251,7 +251,7 @@ def test_an_sglang_in_fp8_computes_as_one_that_loads_what_convert_ckpt_writes(
         print([{key: step[key] for key in step if "mismatch" in key or "abs_diff" in key} for step in steps])
         assert len(steps) == 3 and len({step["weight_version"] for step in steps[:-1]}) == 2
         assert all(math.isfinite(step["train/mismatch_kl"]) for step in steps)
-        assert max(step["train/mismatch_kl"] for step in steps) < 0.2
+        assert max(step["train/mismatch_kl"] for step in steps) < 0.02
         (checkpoint,), written = (run / "checkpoints").glob("step_*"), work / f"written-{model.name}-{transport}"
         rltool("convert-ckpt", str(checkpoint), str(written), "--to", "hf", "--quantization", "fp8", "--no-verify")
         other = sglang(work, rltool, written, loaded, "--gpus", gpu)

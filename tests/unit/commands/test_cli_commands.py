@@ -264,7 +264,10 @@ def test_a_dry_run_refuses_what_a_start_would(runs, tiny_tied_dir, capsys, words
     assert code == 2 and message in output and list_runs() == []
 
 
-@pytest.mark.parametrize(("key", "value"), [("lora.rank", "8"), ("trainer.router_bias_update_rate", "0.001")])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("lora.rank", "8"), ("trainer.router_bias_update_rate", "0.001"), ("trainer.fake_quantization", "true")],
+)
 def test_serve_trainer_refuses_what_its_clients_choose_or_cannot_train(runs, tiny_tied_dir, capsys, key, value):
     words = ["--set", f"{key}={value}", "--rollout-external", "127.0.0.1:1"]  # where nothing answers: none is started
     code, output = run_main(["serve-trainer", str(tiny_tied_dir), *words], capsys)

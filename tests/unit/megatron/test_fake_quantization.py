@@ -98,6 +98,7 @@ def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, hea
         ("qwen3", WIDE, 2, "trainer.tensor_parallel = 2 .*k_proj.*64 of 128 rows"),
         ("qwen3", CUT | {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 384}, 2,
          "192 of 384 rows"),
+        ("phi3", WIDE, 2, "qkv_proj.*64 of 128 rows"),
         ("gpt_oss", WIDE, 1, "one tensor of all experts"),
         ("qwen3", WIDE | {"intermediate_size": 200}, 1, "200 rows are no multiple of 128"),
         ("qwen3_5", WIDE, 1, "gated delta nets"),
@@ -123,7 +124,7 @@ FAKE = ["model.path=/m", "trainer.fake_quantization=true", 'model.dtype="bfloat1
     ("sets", "message"),
     [
         (['engines.quantization="none"'], 'trainer.fake_quantization.*engines.quantization is "none"'),
-        (['model.dtype="float32"'], 'trainer.fake_quantization.*model.dtype is "float32"'),
+        (['model.dtype="float32"'], 'trainer.fake_quantization.*model.dtype = "float32" has not'),
         (["lora.rank=4"], "trainer.fake_quantization.*lora.rank"),
         (["model.teacher_path=/t", 'algorithm.advantage="distill"'], "trainer.fake_quantization.*model.teacher_path"),
         (["algorithm.exact=true"], "algorithm.exact.*engines.quantization"),
