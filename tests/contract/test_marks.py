@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import suppress
 
 import psutil
@@ -53,6 +54,14 @@ def trainer(tmp_path, run):
         child.kill()
 
 
+def sleeping():
+    """Linux lets a parent go on when the child's memory is new, and a moment later the child has its environment."""
+    process = subprocess.Popen(["sleep", "600"])
+    while MARK_VARIABLE not in psutil.Process(process.pid).environ():
+        time.sleep(0.001)
+    return process
+
+
 def kill(process):
     process.kill()
     process.wait()
@@ -72,11 +81,11 @@ def test_what_a_trainer_of_another_host_started_is_no_leftover_here(run, monkeyp
     with monkeypatch.context() as there:
         there.setattr(marks, "boot", lambda: "of another host")
         with marking(run, trainer):
-            worker = subprocess.Popen(["sleep", "600"])
+            worker = sleeping()
     try:
         assert left_behind(run) == []
         with marking(run, trainer):
-            leftover = subprocess.Popen(["sleep", "600"])
+            leftover = sleeping()
         assert [state.pid for state in left_behind(run)] == [leftover.pid]
         leftover.kill()
         leftover.wait()
