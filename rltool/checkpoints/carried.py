@@ -29,14 +29,13 @@ PATTERNS = (
     "chat_template*",
     "*processor_config.json",
 )
-NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
 
 
 def carried_files(source: Path) -> list[Path]:
     """Files of a model directory that are neither weights nor ours; of code, where its configuration names some
     (trust_remote_code)."""
     found = {path for pattern in PATTERNS for path in Path(source).glob(pattern) if path.is_file()}
-    if any(b'"auto_map"' in path.read_bytes() for path in found if path.name in NAME_CODE):
+    if any(b'"auto_map"' in path.read_bytes() for path in found if path.name.endswith("config.json")):
         found |= {path for path in Path(source).glob("*.py") if path.is_file()}
     return sorted(found)
 

@@ -102,13 +102,13 @@ def _in_fp8(parameter: Parameter, tensor: Tensor) -> list[Tensor]:
     return [made for matrix in _in_bfloat16(parameter, tensor) for made in fp8.quantized(matrix)]
 
 
-def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
-    """UsageError where a rank cannot round its shard by itself."""
+def rounded_parameters(family: Family, tensor_parallel: int) -> dict[str, Parameter]:
+    """Those that trainer.fake_quantization rounds, by name. UsageError where a rank cannot round its shard by
+    itself."""
     linears = linears_of(family)
-    for parameter in family.parameters:
-        if parameter.name not in linears:
-            continue
-        if parameter.shard_dim is None or tensor_parallel == 1:
+    found = {parameter.name: parameter for parameter in family.parameters if parameter.name in linears}
+    for parameter in found.values() if tensor_parallel > 1 else ():
+        if parameter.shard_dim is None:
             continue
         sizes = [shape[1] for shape in parameter.own_shapes]
         if parameter.shard_dim == 0:
@@ -121,12 +121,13 @@ def check_fake_quantization(family: Family, tensor_parallel: int) -> None:
                 f"{', '.join(name for name, _ in parameter.hf)} a rank would have {odd[0] // tensor_parallel} of "
                 f"{odd[0]} {kind}, no multiple of {fp8.BLOCK}, the size of a block"
             )
+    return found
 
 
 def round_shard(parameter: Parameter, shard: Tensor, tensor_parallel: int) -> None:
-    """Rounds a rank's part of a parameter, in place, to FP8 values times their scale, in its dtype. A second time
-    changes nothing, and engines are sent the bytes that they would be sent of the unrounded part: the largest number of
-    a block stays, and so its scale. check_fake_quantization must have let it through."""
+    """Rounds a rank's part of a parameter of `rounded_parameters`, [rows, columns], in place, to FP8 values times their
+    scale, in its dtype. In bfloat16 a second time changes nothing, and engines are sent the bytes that they would be
+    sent of the unrounded part: the largest number of a block stays, and so its scale."""
     if parameter.merge_as == "qkv":
         heads = shard.unflatten(0, (parameter.query_groups // tensor_parallel, -1))
         rows = parameter.parts or [shape[0] for shape in parameter.own_shapes]

@@ -24,7 +24,7 @@ from rltool.engines.types import TensorMeta
 from rltool.megatron import hf_weights, loss, state
 from rltool.megatron.exact import exact_head_logprobs, use_engine_kernels
 from rltool.megatron.export_plan import ExportPlan, Stream, adapter_plan, full_plan
-from rltool.megatron.fp8 import check_fake_quantization, linears_of
+from rltool.megatron.fp8 import rounded_parameters
 from rltool.megatron.gathering import gather_bytes
 from rltool.megatron.host_memory import room_for
 from rltool.megatron.kernels import compile_on_cuda
@@ -116,9 +116,8 @@ class MegatronTrainer(TrainedModel):
         if self.algorithm.exact:
             use_engine_kernels(model, self.model_path, self.family.architecture)
         if self.config.fake_quantization:
-            check_fake_quantization(self.family, self.coordinates.layout.tp)
-            named, linears = global_names(model), linears_of(self.family)
-            self.rounded = [(self.family.parameter(name), named[name]) for name in named if name in linears]
+            found = rounded_parameters(self.family, self.coordinates.layout.tp)
+            self.rounded = [(found[name], shard) for name, shard in global_names(model).items() if name in found]
         if self.lora.rank:
             self.adapters = attach(model, self.family, self.lora, self.coordinates, seed=self._seed)
             self.own_part = PART

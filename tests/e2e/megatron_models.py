@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from rltool.algorithms.batch import TrainBatch
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rltool.models.base import FamilyDefinition
-from rltool.models.registry import definition_for
+from rltool.models.registry import definition_for, read_hf_config
+from rltool.quickstart.tiny_model import make_tiny_model
 
 VOCAB = 131
 """Odd, so that tensor parallelism has to pad it."""
@@ -264,6 +266,16 @@ def save_hf(
 ) -> Path:
     """sizes: of the model; options: of save_pretrained."""
     return save_as_released(hf_model(kind, tied, seed, **sizes or {}), directory, **options)
+
+
+def save_for_runs(directory: Path, tied: bool, sizes: Any) -> Path:
+    """A Qwen3 of these sizes beside the tokenizer of the quickstart's model."""
+    tiny = make_tiny_model(directory / "tiny", seed=0)
+    own = {key: read_hf_config(tiny)[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
+    save_hf(directory / "model", "qwen3", tied, sizes=sizes | own)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(tiny / name, directory / "model")
+    return directory / "model"
 
 
 def save_as_released(model, directory: Path, **options) -> Path:

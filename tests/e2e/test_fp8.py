@@ -26,7 +26,7 @@ from tests.contract.fakes.sglang import EXPECTED_KEY
 from tests.contract.sync_rig import rig, version
 from tests.e2e.engines import serving_sglang, serving_vllm, sglang_python
 from tests.e2e.job import write_job
-from tests.e2e.megatron_models import hf_model
+from tests.e2e.megatron_models import hf_model, save_for_runs
 from tests.e2e.weights import TIMEOUT, Sender, mean_difference
 from tests.export_plans import RanksInFp8, save_qwen3
 
@@ -113,12 +113,7 @@ def test_after_a_sync_an_engine_holds_what_it_loads_from_a_directory_of_these_we
 @pytest.mark.timeout(900)
 def test_a_run_samples_in_fp8_and_its_engine_is_compared_with_the_trainer(tmp_path):
     # Not the tiny model itself: for its biases, vLLM's kernel for FP8 on CPUs wants float32, and gets bfloat16.
-    tiny = make_tiny_model(tmp_path / "tiny", seed=0)
-    sizes = SIZES | {key: read_hf_config(tiny)[key] for key in ("vocab_size", "eos_token_id", "pad_token_id")}
-    hf_model("qwen3", True, **sizes).save_pretrained(tmp_path / "model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(tiny / name, tmp_path / "model")
-    job = write_job(tmp_path / "job", tmp_path / "model", None)
+    job = write_job(tmp_path / "job", save_for_runs(tmp_path, True, SIZES), None)
     sets = [
         'engines.mode="managed"', 'engines.groups=[{max_model_len=64}]', 'engines.quantization="fp8"', "eval.sets={}",
         'optimizer_steps_per_rollout=1', 'model.dtype="bfloat16"', "steps=100000",

@@ -23,7 +23,7 @@ from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
 from rltool.errors import UsageError
-from rltool.megatron.fp8 import check_fake_quantization
+from rltool.megatron.fp8 import rounded_parameters
 from rltool.megatron.shards import LEAVE_OUT, QUANTISED, check_family
 from rltool.models.adapters import adapters_of
 from rltool.models.base import Family
@@ -142,7 +142,7 @@ def check_model(config: TrainConfig) -> None:
     if trainer.router_bias_update_rate:
         check_router_bias(family)
     if trainer.fake_quantization:
-        check_fake_quantization(family, trainer.tensor_parallel)
+        rounded_parameters(family, trainer.tensor_parallel)
     if config.lora.rank:
         check_adapters(family, config.lora)
     if config.model.teacher_path is not None:

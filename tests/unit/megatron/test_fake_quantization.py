@@ -12,7 +12,7 @@ from rltool.config.loader import load_config
 from rltool.config.train import TrainConfig
 from rltool.engines.transfer import fp8
 from rltool.errors import UsageError
-from rltool.megatron.fp8 import check_fake_quantization, fp8_plan, linears_of, round_shard, rounded_matrix
+from rltool.megatron.fp8 import fp8_plan, linears_of, round_shard, rounded_matrix, rounded_parameters
 from rltool.training.checks.validate import check_model
 from tests.e2e.megatron_models import architecture_of, hf_config
 from tests.unit.megatron.test_fp8 import WIDE, family_of
@@ -66,7 +66,7 @@ def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
 def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, head):
     sizes = CUT | {"head_dim": head, "moe_intermediate_size": 256, "intermediate_size": 512}
     family = family_of(kind, **sizes)
-    check_fake_quantization(family, tp)
+    rounded_parameters(family, tp)
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in family.hf_tensors()}
     rounded = {}
@@ -106,7 +106,7 @@ def test_the_shards_of_every_parameter_are_rounded_as_the_whole_is(kind, tp, hea
 )  # fmt: skip
 def test_what_a_rank_cannot_round_by_itself_is_refused(kind, sizes, tp, message):
     with pytest.raises(UsageError, match=message):
-        check_fake_quantization(family_of(kind, **sizes), tp)
+        rounded_parameters(family_of(kind, **sizes), tp)
 
 
 def test_columns_that_a_rank_has_are_whole_blocks():
@@ -114,7 +114,7 @@ def test_columns_that_a_rank_has_are_whole_blocks():
     [down] = [p for p in family.parameters if p.name == "decoder.layers.0.mlp.linear_fc2.weight"]
     narrow = replace(down, hf=((down.hf[0][0], (256, 384)),))
     with pytest.raises(UsageError, match="192 of 384 columns"):
-        check_fake_quantization(replace(family, parameters=(narrow,)), 2)
+        rounded_parameters(replace(family, parameters=(narrow,)), 2)
 
 
 FAKE = ["model.path=/m", "trainer.fake_quantization=true", 'model.dtype="bfloat16"', 'engines.quantization="fp8"']
