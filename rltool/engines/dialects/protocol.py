@@ -370,6 +370,11 @@ class Launches(Protocol):
         UsageError for a value that is no number."""
         return math.inf
 
+    def takes_rendezvous_port(self, flags: Sequence[str], replicas: int) -> bool:
+        """Whether it is told where its processes on one host meet (EngineLaunch.rendezvous_port). replicas: data
+        parallelism outside of its tensor-parallel ranks."""
+        return False
+
     def no_adapters(self, device: Device) -> str | None:
         """Why it takes no adapters there; None: it does."""
         return None
