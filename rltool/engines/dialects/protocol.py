@@ -383,6 +383,11 @@ class Launches(Protocol):
         """Why it does not serve this model in FP8 that a trainer sends, on this device; None: it does."""
         return "that is implemented for vLLM and SGLang"
 
+    def no_fp8_after_sleep(self, backend: str | None) -> str | None:
+        """Why one that sleeps between two syncs cannot be sent FP8 over `backend` of rltool.weights.transport, of which
+        None is unknown; None: it can. No sentence without the engine's name before it."""
+        return None
+
     def not_exact(self, device: Device, model: Path) -> str | None:
         """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""
         return "that is implemented for vLLM"

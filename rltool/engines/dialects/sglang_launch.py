@@ -135,6 +135,15 @@ class SglangLaunching(Launches):
             return NO_FP8_ON_CPU
         return None if config_of(model).get("kv_lora_rank") is None else NO_LATENT_FP8
 
+    def no_fp8_after_sleep(self, backend: str | None) -> str | None:
+        """The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none."""
+        if backend not in ("disk", "delta"):
+            return None
+        return (
+            "loads no FP8 from a directory after it has slept: leave weights.transport at \"auto\", or set it to "
+            '"ipc" or "gloo"'
+        )
+
     def no_routed_experts(self, device: Device) -> str | None:
         return None
 

@@ -441,6 +441,13 @@ def describe_plan(plan: EnginePlan, *, name_hosts: bool = False) -> list[str]:
     return lines
 
 
+def describe_copies(plan: EnginePlan, directory: Path) -> list[str]:
+    """A line for each model of which a copy in FP8 is written there, for engines that quantise nothing themselves."""
+    launched = [x for x in plan.launches if x.quantization is not None and not launches(x.engine).quantizes]
+    read = dict.fromkeys(launch.model for launch in launched)
+    return [f"with a copy of {model} in FP8, written to {directory}" for model in read]
+
+
 def router_role(model: str) -> str:
     """Name of the router's process in the run."""
     return "router" if model == POLICY else f"router-{model}"
