@@ -16,11 +16,10 @@ from rich.table import Table
 from rltool.config.loader import load_config
 from rltool.config.serve import POLICY, EngineLaunch, ServeConfig
 from rltool.config.train import TrainConfig
-from rltool.engines.dialects.table import launches
 from rltool.engines.endpoints import EngineEndpoint
 from rltool.engines.fleet.joining import join, leave, users_of_engines
 from rltool.engines.launch.engine_process import engine_spec
-from rltool.engines.launch.plan import describe_plan
+from rltool.engines.launch.plan import describe_copies, describe_plan
 from rltool.engines.launch.start import (
     Order,
     check_order,
@@ -297,12 +296,10 @@ def _table(found: Mapping[str, list[EngineEndpoint]]) -> Table:
 def _print_dry_run(order: Order, run: RunDirectory) -> None:
     plan, warnings = dry_run(order, run)
     check_processes(plan.launches)
-    for line in describe_plan(plan):
+    for line in (*describe_plan(plan), *describe_copies(plan, run.quantized_dir)):
         _log(line)
     for launch in plan.launches:
         _print_launch(launch)
-        if launch.quantization is not None and not launches(launch.engine).quantizes:
-            _log(f"  with a copy of {launch.model} in FP8, written to {run.quantized_dir}")
     for warning in warnings:
         console.print(f"warning: {warning}", style="yellow")
     console.print("dry run: nothing was started")

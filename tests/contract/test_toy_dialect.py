@@ -26,7 +26,7 @@ from tests.contract.fakes.toy import FakeToy
 
 CAN_BE_LEFT_OUT = {
     "counters", "parse_counters", "stream", "parse_event", "max_logprobs", "no_adapters", "no_fp8", "no_routed_experts",
-    "not_exact", "too_long",
+    "no_fp8_after_sleep", "not_exact", "takes_rendezvous_port", "too_long",
 }  # fmt: skip
 SECONDS = 60.0
 

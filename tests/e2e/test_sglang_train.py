@@ -5,11 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rltool.processes.ports import FREE_RANGE
 from rltool.processes.run_directory import RunDirectory, open_run
 from rltool.processes.state import read_states
 from rltool.processes.stop import process_tree
@@ -57,6 +59,11 @@ def test_an_sglang_is_served_trained_against_and_stopped(job, transport):
     rltool(job, *serve, "--max-model-len", "64", "--detach")
     family = processes_of(run)
     assert len(family) >= 4, "the watcher, SGLang's server, its scheduler and its detokenizer"
+    [meets] = {
+        int(port) for process in family for flag, port in pairwise(process.cmdline()) if flag == "--nccl-port"
+    }
+    open_there = [connection.laddr.port for process in family for connection in process.net_connections()]
+    assert meets in FREE_RANGE and meets in open_there, "torch's store is where the plan has it"
 
     {"gloo": train_over_gloo, "disk": train_over_disk}[transport](job)
 

@@ -370,6 +370,11 @@ class Launches(Protocol):
         UsageError for a value that is no number."""
         return math.inf
 
+    def takes_rendezvous_port(self, flags: Sequence[str], replicas: int) -> bool:
+        """Whether it is told where its processes on one host meet (EngineLaunch.rendezvous_port). replicas: data
+        parallelism outside of its tensor-parallel ranks."""
+        return False
+
     def no_adapters(self, device: Device) -> str | None:
         """Why it takes no adapters there; None: it does."""
         return None
@@ -377,6 +382,11 @@ class Launches(Protocol):
     def no_fp8(self, device: Device, model: Path) -> str | None:
         """Why it does not serve this model in FP8 that a trainer sends, on this device; None: it does."""
         return "that is implemented for vLLM and SGLang"
+
+    def no_fp8_after_sleep(self, backend: str | None) -> str | None:
+        """Why one that sleeps between two syncs cannot be sent FP8 over `backend` of rltool.weights.transport, of which
+        None is unknown; None: it can. No sentence without the engine's name before it."""
+        return None
 
     def not_exact(self, device: Device, model: Path) -> str | None:
         """Why the trainer cannot compute with its kernels (algorithm.exact), on this device; None: it can."""

@@ -340,13 +340,7 @@ class SglangDialect(SglangInspection, SglangLaunching, Adapts, Controls, Generat
             return f"cannot be sent FP8: {NO_FP8_ON_CPU}"
         if info.model_config.get("kv_lora_rank") is not None:
             return f"serves latent attention in FP8: {NO_LATENT_FP8}"
-        if sleeps and backend in ("disk", "delta"):
-            # The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none.
-            return (
-                "loads no FP8 from a directory after it has slept: leave weights.transport at \"auto\", or set it to "
-                '"ipc" or "gloo"'
-            )
-        return None
+        return self.no_fp8_after_sleep(backend) if sleeps else None
 
     def leave_transfer(self, group: str) -> list[HttpRequest]:
         """An update that a failed sync left open is closed: every later one would be refused.

@@ -6,6 +6,7 @@ Sources (SGLang 0.5.23): sglang/srt/arg_groups/fields (parallel.py, disagg.py), 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rltool.config.serve import Device, EngineLaunch
@@ -17,6 +18,8 @@ CPU_KV_TOKENS = 32768
 CPU_MEMORY_SHARE = "0.5"
 """--mem-fraction-static on a CPU. SGLang takes whatever leaves the host's free memory while it loads for its own
 weights, and does not start where that is more than this share. The KV cache has the size above all the same."""
+
+RENDEZVOUS_FLAG = "--nccl-port"
 
 NO_FP8_ON_CPU = "on a CPU it packs FP8 for AMX when it starts, and takes none afterwards: use GPUs, or vLLM"
 NO_LATENT_FP8 = "it was not seen to be sent latent attention in FP8: use vLLM"
@@ -113,6 +116,15 @@ class SglangLaunching(Launches):
                 environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(launch.world_size)))
         return environment
 
+    def takes_rendezvous_port(self, flags: Sequence[str], replicas: int) -> bool:
+        """Left alone, 0.5.17 takes an ephemeral port and binds it seconds later, when another engine may have it.
+
+        Replicas would all be given the same port, on which the second cannot listen (launch_dp_schedulers in
+        srt/managers/data_parallel_controller.py); with --dist-init-addr its port is taken.
+        """
+        given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+        return replicas == 1 and not given & {RENDEZVOUS_FLAG, "--dist-init-addr", "--nccl-init-addr"}
+
     def no_adapters(self, device: Device) -> str | None:
         """lora/lora_manager.py of 0.5.23 allocates pinned memory."""
         return "on a CPU it takes no adapters (its pinned memory needs a GPU)" if device == "cpu" else None
@@ -122,6 +134,15 @@ class SglangLaunching(Launches):
         if device == "cpu":
             return NO_FP8_ON_CPU
         return None if config_of(model).get("kv_lora_rank") is None else NO_LATENT_FP8
+
+    def no_fp8_after_sleep(self, backend: str | None) -> str | None:
+        """The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none."""
+        if backend not in ("disk", "delta"):
+            return None
+        return (
+            "loads no FP8 from a directory after it has slept: leave weights.transport at \"auto\", or set it to "
+            '"ipc" or "gloo"'
+        )
 
     def no_routed_experts(self, device: Device) -> str | None:
         return None
@@ -133,6 +154,8 @@ def _flags_in_its_group(launch: EngineLaunch) -> list[str]:
     if launch.dist_init is not None:
         argv += ["--nnodes", str(launch.nodes), "--node-rank", str(launch.node_rank)]
         argv += ["--dist-init-addr", launch.dist_init]
+    if launch.rendezvous_port is not None:
+        argv += [RENDEZVOUS_FLAG, str(launch.rendezvous_port)]
     if launch.role in ("prefill", "decode"):
         argv += ["--disaggregation-mode", launch.role]
     if launch.role == "decode" and launch.device == "cpu":

@@ -23,6 +23,8 @@ from rltool.errors import UsageError
 from rltool.processes.hosts import http_url
 
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
+"""What torch's store listens on, whatever the address at which it is asked."""
 
 Ports = Callable[[str, str], int]
 """(host's name, address to bind) -> a port that is free there."""
@@ -271,6 +273,8 @@ def _processes(
     bootstrap = ports(seats[0].node, listens[0]) if meets else None
     meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
     model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
+    told = meeting is None and launches(group.engine).takes_rendezvous_port(group.flags, sizes.dp)
+    rendezvous = ports(seats[0].node, EVERYWHERE) if told else None
     returns_experts = group.return_routed_experts or model.return_routed_experts
     if returns_experts:
         _check_returns_experts(group, model, device)
@@ -293,6 +297,7 @@ def _processes(
         yield EngineLaunch(
             index=index, engine=group.engine, model_name=group.model, group=group.name, role=group.role,
             node=seat.node, node_rank=rank, nodes=len(seats), dist_init=meeting, bootstrap_port=bootstrap,
+            rendezvous_port=rendezvous,
             address=seat.address if settings.spread and group.host in (None, "0.0.0.0", "::") else "",
             pp=sizes.pp, dp=sizes.dp, update_weights=model.update_weights, ready_timeout=group.ready_timeout,
             model=path.absolute(), host=listens[rank], port=port, gpus=seat.gpus, tp=group.tp, device=device,
@@ -400,7 +405,8 @@ def port_needs(slots: Sequence[Slot], seats: Sequence[tuple[Seat, ...]], setting
 def ports_of(launch: EngineLaunch) -> set[int]:
     """Those that its processes listen on."""
     meeting = launch.dist_init.rpartition(":")[2] if launch.dist_init else None
-    return {int(port) for port in (launch.port, launch.bootstrap_port, meeting) if port}
+    ports = (launch.port, launch.bootstrap_port, launch.rendezvous_port, meeting)
+    return {int(port) for port in ports if port}
 
 
 def handed_out(ports: Mapping[tuple[str, str], Iterable[int]]) -> Ports:
@@ -433,6 +439,13 @@ def describe_plan(plan: EnginePlan, *, name_hosts: bool = False) -> list[str]:
         how = "prefill and decode" if router.disaggregated else "all engines in one pool"
         lines.append(f"{router_role(router.model)}: model {router.model}, {how}, a free port")
     return lines
+
+
+def describe_copies(plan: EnginePlan, directory: Path) -> list[str]:
+    """A line for each model of which a copy in FP8 is written there, for engines that quantise nothing themselves."""
+    launched = [x for x in plan.launches if x.quantization is not None and not launches(x.engine).quantizes]
+    read = dict.fromkeys(launch.model for launch in launched)
+    return [f"with a copy of {model} in FP8, written to {directory}" for model in read]
 
 
 def router_role(model: str) -> str:

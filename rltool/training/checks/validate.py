@@ -17,8 +17,9 @@ from rltool.checkpoints.manifest import read as read_manifest
 from rltool.checkpoints.peft_format import PeftAdapter, check_settings, is_peft
 from rltool.config.algorithm import AlgorithmConfig
 from rltool.config.import_path import load_callable
-from rltool.config.rollout import EnginesConfig
+from rltool.config.rollout import EnginesConfig, WeightsConfig
 from rltool.config.sections import LoraConfig
+from rltool.config.serve import POLICY
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import launches
 from rltool.environments.loading import load_episodes
@@ -48,6 +49,7 @@ from rltool.training.checks.asked_models import check_reward_models, check_tasks
 from rltool.training.checks.disaggregated import check_groups
 from rltool.training.checks.modalities import run_tokenizer, shown_pictures, training_refusal
 from rltool.training.checks.routing_replay import routing_of
+from rltool.weights.transport import CANDIDATES
 
 
 def check_config(config: TrainConfig) -> None:
@@ -58,6 +60,7 @@ def check_config(config: TrainConfig) -> None:
     if config.needs_engines:
         check_addresses(config.engines)
         check_teachers_engines(config)
+        check_fp8_transports(config)
         check_groups(config)
 
 
@@ -102,6 +105,29 @@ def check_teachers_engines(config: TrainConfig) -> None:
                 f"algorithm.distill_top_k = {topk} is more than the engines of group {group.name!r} give "
                 f'({most:g}): add flags = ["--max-logprobs", "{topk}"] to it, or lower the one'
             )
+
+
+def check_fp8_transports(config: TrainConfig) -> None:
+    """FP8 reaches engines that the run starts and that sleep. What only a running engine shows is preflight's."""
+    if config.engines.quantization != "fp8" or not config.engines.shares_gpus:
+        return
+    for group in config.engines.groups:
+        if group.model != POLICY or group.role == "placeholder":
+            continue
+        wanted = _transports(config.weights, group.name)
+        reasons = [launches(group.engine).no_fp8_after_sleep(way) for name in wanted for way in CANDIDATES[name]]
+        if all(reasons):
+            raise UsageError(
+                f'weights.transport = "{wanted[0]}", engines.quantization = "fp8" and engines.mode = "colocate" '
+                f"contradict each other: group {group.name!r} {reasons[0]}"
+            )
+
+
+def _transports(weights: WeightsConfig, group: str) -> list[str]:
+    """Those that may hold for an engine of the group, whose address is not known yet."""
+    rules = [(rule, way) for rule, way in weights.variants() if rule is not None and rule.match is not None]
+    by_address = [way.transport for rule, way in rules if rule.group in (None, group)]
+    return [weights.of("", group).transport, *by_address]
 
 
 def check_model(config: TrainConfig) -> None:

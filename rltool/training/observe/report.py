@@ -12,7 +12,7 @@ from rich.table import Table
 
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.memory_flags import memory_flag, shares_memory
-from rltool.engines.launch.plan import describe_plan
+from rltool.engines.launch.plan import describe_copies, describe_plan
 from rltool.models.memory import parameters_of
 from rltool.models.registry import family_for, read_hf_config
 from rltool.report.page import installed_versions
@@ -60,9 +60,10 @@ def print_plan(prepared: Prepared, console: Console) -> None:
     if prepared.expected is not None:
         console.print("engines that train starts (ports are found then):")
         several = len({launch.node for launch in prepared.expected.launches}) > 1
-        for line in describe_plan(prepared.expected, name_hosts=several):
-            console.print(f"  {line}")
-        for line in describe_colocated(prepared.plan):
+        copies = describe_copies(prepared.expected, prepared.run.quantized_dir)
+        for line in (
+            *describe_plan(prepared.expected, name_hosts=several), *copies, *describe_colocated(prepared.plan)
+        ):
             console.print(f"  {line}")
     if prepared.fleet is not None:
         for line in describe_engines(prepared.fleet, prepared.config):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -31,11 +34,15 @@ from rltool.megatron.fp8 import fp8_plan, linears_of, quantization_config
 from rltool.models.quantized import dequantized_fp8, is_fp8
 from rltool.models.registry import family_for
 from rltool.processes.run_directory import RunDirectory, open_run
+from rltool.terminal import Console
+from rltool.training.checks.validate import check_fp8_transports
 from rltool.training.cluster import managed
 from rltool.training.cluster.managed import expected_plan, order_of_run
 from rltool.training.cluster.placement import plan_placement
 from rltool.training.cluster.places import Place
 from rltool.training.manager.compare_weights import checksums_of_directory
+from rltool.training.observe.report import print_plan
+from rltool.training.prepare import Prepared, prepare
 from rltool.weights.verify.implied_checksums import implied_checksums
 from tests.e2e.megatron_models import DELTA, KINDS, architecture_of, hf_config
 
@@ -229,6 +236,46 @@ def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_onc
     write_fp8_copy(path, copies[2], own=None, report=said.append)
     assert "earlier" not in " ".join(said[:-1]) and said[-1].endswith(f"no engine reads: {copy.name}")
     assert copy.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "engine", "lines"), [("managed", "sglang", 1), ("colocate", "sglang", 1), ("managed", "vllm", 0)]
+)
+def test_a_dry_run_names_the_copy_that_engines_of_the_run_read(plain, mode, engine, lines):
+    sets = [f"model.path={plain[0]}", 'engines.quantization="fp8"', f'engines.mode="{mode}"']
+    sets += [f'engines.groups=[{{engine="{engine}",count=2}}]', "trainer.world_size=2"]
+    loaded = load_config(TrainConfig, [], sets, rules=())
+    run, made = RunDirectory(Path("/runs/one")), plan_placement(loaded.config, gpu=True)
+    expected = expected_plan(loaded.config, made, run, [Host("h", gpus=(0, 1, 2, 3))])
+    out = io.StringIO()
+    print_plan(Prepared(loaded, run, made, "cuda", None, None, expected=expected), Console(file=out, width=1000))
+    line = f"  with a copy of {plain[0]} in FP8, written to /runs/one/quantized"
+    assert out.getvalue().splitlines().count(line) == lines
+
+
+@pytest.mark.parametrize(
+    ("weights", "refused"),
+    [
+        ('transport="disk"', True),
+        ('transport="disk",engines=[{match="127.*",transport="gloo"}]', False),  # the address is not known yet
+        ('engines=[{group="b",transport="disk"}]', True),
+        ('engines=[{group="a",transport="disk"}]', False),  # vLLM's
+        ('transport="auto"', False),
+    ],
+)
+def test_a_colocated_sglang_that_would_load_fp8_from_a_directory_is_refused_before_it_starts(plain, weights, refused):
+    """Managed and external ones, which do not sleep, load it."""
+    groups = 'engines.groups=[{name="a"},{name="b",engine="sglang"}]'
+    sets = [f"model.path={plain[0]}", 'engines.quantization="fp8"', groups, f"weights={{{weights}}}"]
+    check_fp8_transports(load_config(TrainConfig, [], [*sets, 'engines.mode="managed"']).config)
+    config = load_config(TrainConfig, [], [*sets, 'engines.mode="colocate"']).config
+    with pytest.raises(UsageError, match="group 'b' loads no FP8") if refused else nullcontext():
+        check_fp8_transports(config)
+    if weights == 'transport="disk"':
+        (plain[0] / "p.jsonl").write_text("")
+        loaded = load_config(TrainConfig, [], [*sets, 'engines.mode="colocate"', f'data.train=["{plain[0]}/p.jsonl"]'])
+        with pytest.raises(UsageError, match="after it has slept"):
+            prepare(loaded, RunDirectory(Path("/runs/one")), resume=False)
 
 
 def test_a_managed_sglang_starts_on_the_copy_once_its_host_has_written_it(plain, tmp_path, monkeypatch):

@@ -28,8 +28,9 @@ from rltool.engines.launch.plan import (
     seat_slots,
     start_order,
 )
-from rltool.engines.launch.start import order_of_file
+from rltool.engines.launch.start import held_ports, order_of_file
 from rltool.errors import UsageError
+from rltool.processes.ports import FREE_RANGE, reserve_ports
 from rltool.processes.run_directory import RunDirectory
 from rltool.training.cluster.managed import expected_plan
 from rltool.training.cluster.placement import plan_placement
@@ -105,8 +106,8 @@ PAIR = [
 def test_prefill_and_decode_have_bootstrap_ports_and_a_router_that_knows_them():
     assert lines(PAIR, ONE_HOST) == [
         "engine-0: sglang prefill, group p, GPUs 0,1, http://127.0.0.1:20000, bootstrap port 20001",
-        "engine-1: sglang prefill, group p, GPUs 2,3, http://127.0.0.1:20002, bootstrap port 20003",
-        "engine-2: sglang decode, group d, GPUs 4,5,6,7, http://127.0.0.1:20004",
+        "engine-1: sglang prefill, group p, GPUs 2,3, http://127.0.0.1:20003, bootstrap port 20004",
+        "engine-2: sglang decode, group d, GPUs 4,5,6,7, http://127.0.0.1:20006",
         "router: model policy, prefill and decode, a free port",
     ]
 
@@ -118,7 +119,7 @@ def argv(launch) -> str:
 def test_the_flags_of_prefill_and_decode_are_sglangs():
     prefill, other, decode = plan(PAIR, ONE_HOST_OF_TEN).launches
     assert "--disaggregation-mode prefill --disaggregation-bootstrap-port 20001" in argv(prefill)
-    assert "--disaggregation-bootstrap-port 20003" in argv(other)
+    assert "--disaggregation-bootstrap-port 20004" in argv(other)
     assert "--disaggregation-mode decode" in argv(decode) and "bootstrap" not in argv(decode)
 
 
@@ -268,9 +269,54 @@ def test_the_ports_that_a_plan_needs_are_those_that_it_takes():
     slots = engine_slots(groups)
     seats, settings = seat_slots(slots, ONE_HOST), Settings(MODELS, Path("/k"), Path("/s"))
     needs = port_needs(slots, seats, settings)
-    assert needs.free == {("h0", "127.0.0.1"): 4} and needs.fixed == (("h0", "10.1.1.1", 9100),)
-    taken = plan_engines(slots, seats, settings, handed_out({("h0", "127.0.0.1"): (1, 2, 3, 4)})).launches
-    assert [(launch.port, launch.bootstrap_port) for launch in taken] == [(1, 2), (3, 4), (9100, None)]
+    assert needs.free == {("h0", "127.0.0.1"): 4, ("h0", "0.0.0.0"): 3}
+    assert needs.fixed == (("h0", "10.1.1.1", 9100),)
+    found = {("h0", "127.0.0.1"): (1, 2, 3, 4), ("h0", "0.0.0.0"): (5, 6, 7)}
+    taken = plan_engines(slots, seats, settings, handed_out(found)).launches
+    assert [(x.port, x.bootstrap_port, x.rendezvous_port) for x in taken] == [(1, 2, 5), (3, 4, 6), (9100, None, 7)]
+
+
+def values(launch, *flags: str) -> list[int]:
+    words = dialect(launch.engine).argv(launch)
+    return [int(words[at + 1]) for at, word in enumerate(words) if word in flags]
+
+
+def test_engines_that_start_at_once_have_ports_of_their_own_until_they_start():
+    """SGLang by itself takes an ephemeral one for torch's store, and binds it when another may have it."""
+    groups = [EngineGroup(engine="sglang", count=40), EngineGroup(name="b", count=10)]
+    slots = engine_slots(groups, device="cpu")
+    seats, settings = seat_slots(slots, [Host("h0")]), Settings(MODELS, Path("/k"), Path("/s"), device="cpu")
+    with held_ports(port_needs(slots, seats, settings)) as (ports, release):
+        made = plan_engines(slots, seats, settings, ports).launches
+        found = [values(launch, "--port", "--nccl-port") for launch in made]
+        assert [len(each) for each in found] == [2] * 40 + [1] * 10
+        every = [port for each in found for port in each]
+        assert len(set(every)) == 90 and set(every) <= set(FREE_RANGE)
+        release(made[1:])
+        with pytest.raises(UsageError, match="cannot be used"):
+            reserve_ports(1, host="0.0.0.0", first=found[0][1])
+        for port in every[2:]:
+            reserve_ports(1, host="0.0.0.0", first=port).release()
+
+
+@pytest.mark.parametrize(
+    ("group", "ports"),
+    [
+        ({}, [20_001]),
+        ({"tp": 2, "flags": ["--pp-size", "2"]}, [20_001]),
+        ({"tp": 2, "flags": ["--dp-size", "2", "--enable-dp-attention"]}, [20_001]),
+        ({"flags": ["--dp-size", "2"]}, []),  # each replica takes one of its own, and a second cannot have this one
+        ({"flags": ["--nccl-port", "7"]}, [7]),
+        ({"flags": ["--nccl_port=7"]}, []),
+        ({"flags": ["--dist-init-addr", "127.0.0.1:7"]}, []),
+        ({"tp": 16}, []),  # over two hosts: --dist-init-addr
+        ({"engine": "vllm"}, []),
+    ],
+)
+def test_sglang_is_told_where_its_ranks_meet_unless_its_flags_say_so_or_it_takes_several(group, ports):
+    first, *_ = plan([{"engine": "sglang", **group}], FOUR_HOSTS).launches
+    assert values(first, "--nccl-port") == ports
+    assert first.rendezvous_port == (20_001 if ports == [20_001] else None)
 
 
 @pytest.mark.parametrize(
