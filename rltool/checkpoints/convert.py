@@ -6,7 +6,6 @@ Parameter by parameter: at no time is more than a layer in memory, so that a mod
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -150,24 +149,17 @@ def to_fp8(
     return summary(family.architecture, plan, started, source, checked)
 
 
-def fp8_copy(source: Path, root: Path) -> Path:
-    """Where below `root` the Hugging Face directory `source` lies in FP8, once `write_fp8_copy` has written it: a name
-    from names, sizes and times of its files. FileNotFoundError where one is a link to nothing."""
-    source = source.absolute()
-    files = {*carried_files(source), *source.glob("*.json"), *source.glob("*.safetensors")}
-    stats = sorted((path.name, path.stat()) for path in files)
-    facts = [str(source), *(f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)]
-    return root / f"{source.name}-fp8-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:8]}"
-
-
 def write_fp8_copy(source: Path, target: Path, *, own: str | None, report: Report) -> None:
-    """`to_fp8`, unless that was done. One process writes it at a time; the others wait. Errors as in `to_fp8`, and
-    RltoolError where it cannot be written."""
+    """`to_fp8`, unless that was done. One process writes it at a time; the others wait. Earlier ones beside it are
+    named and stay: an engine may be started on them again. Errors as in `to_fp8`, and RltoolError where it cannot be
+    written."""
     try:
         with directories.alone(target.parent):
             if not target.exists():
                 report(f"writing {source} in FP8 to {target}")
                 to_fp8(source, target, verify=False, own=own)
+                if earlier := sorted(path.name for path in target.parent.glob("[!.]*") if path != target):
+                    report(f"earlier copies lie beside it; delete those that no engine reads: {', '.join(earlier)}")
     except OSError as error:
         reason = error.strerror or error
         raise RltoolError(f"{source} was not written in FP8 (half of it in bfloat16) to {target}: {reason}") from error

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+import rltool
 from rltool.checkpoints import directory as directories
-from rltool.checkpoints.carried import CarriedTensors, carried_tensors, carry
+from rltool.checkpoints.carried import CarriedTensors, carried_files, carried_tensors, carry
+from rltool.engines.launch.start import Order
 from rltool.engines.types import Bucket, TensorMeta
 from rltool.errors import ExportFailed
 from rltool.megatron.export_plan import ExportPlan, drain
+from rltool.megatron.fp8 import quantization_config
+from rltool.models.registry import family_for, read_hf_config
 from rltool.models.tensor_files import write_tensor_file
 from rltool.models.weight_files import INDEX, SINGLE
+from rltool.processes.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from rltool.megatron.trainer import MegatronTrainer
@@ -105,3 +111,22 @@ def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int
     if trainer.coordinates.rank != 0:
         drain(stream)
     trainer.runtime.on_rank_zero(write, f"writing {directory}")
+
+
+def order_in_fp8(order: Order, name: str, own: str | None, run: RunDirectory | None = None) -> Order:
+    """With engines of this model in FP8. own: its family, where that is the user's. run: has the copy that those read
+    which quantise nothing themselves (`convert.write_fp8_copy`); None: they are given the model."""
+    path = order.models[name].path
+    config = quantization_config(family_for(read_hf_config(path), own))
+    return order.quantized(name, config, _fp8_copy(path, config, run) if run and order.reads_quantized(name) else None)
+
+
+def _fp8_copy(source: Path, config: Mapping[str, Any], run: RunDirectory) -> Path:
+    """Named by who writes it, what is in FP8, and names, sizes and times of the model's files. FileNotFoundError where
+    one is a link to nothing."""
+    source = source.absolute()
+    files = {*carried_files(source), *source.glob("*.json"), *source.glob("*.safetensors")}
+    stats = sorted((path.name, path.stat()) for path in files)
+    facts = [rltool.__version__, json.dumps(config), str(source)]
+    facts += (f"{name} {stat.st_size} {stat.st_mtime_ns}" for name, stat in stats)
+    return run.quantized_dir / f"{source.name}-fp8-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:8]}"

@@ -174,8 +174,8 @@ def serve_engines(
         return
     check_order(order)
     directory = open_run(run, create=True)
-    if in_fp8 is not None and order.reads_quantized(in_fp8.model):
-        order = in_fp8.copied(order, directory)
+    if in_fp8 is not None:
+        order = in_fp8.order(order, directory)
 
     def bring_up(group: ProcessGroup) -> None:
         _announce(order, directory)
@@ -204,26 +204,21 @@ class _InFp8:
     model: str
     own: str | None
 
-    def order(self, order: Order) -> Order:
-        from rltool.megatron.fp8 import quantization_config
+    def order(self, order: Order, run: RunDirectory | None = None) -> Order:
+        """run: as for `order_in_fp8`; the copy is written."""
+        from rltool.checkpoints.hf_export import order_in_fp8
         from rltool.models.quantized import AS_BFLOAT16, format_of
-        from rltool.models.registry import family_for, read_hf_config
+        from rltool.models.registry import read_hf_config
 
         path = order.models[self.model].path
-        config = read_hf_config(path)
-        if (found := format_of(config)) is not None:
+        if (found := format_of(read_hf_config(path))) is not None:
             raise UsageError(f"--quantization fp8: {path} is in {found} already; {AS_BFLOAT16}, or leave the flag out")
-        return order.quantized(self.model, quantization_config(family_for(config, self.own)))
+        order = order_in_fp8(order, self.model, self.own, run)
+        if (copy := order.models[self.model].quantized_copy) is not None:
+            from rltool.checkpoints.convert import write_fp8_copy  # needs Megatron-core, which vLLM's host may lack
 
-    def copied(self, order: Order, run: RunDirectory) -> Order:
-        """With the directory that engines read which quantise nothing themselves; it is written."""
-        from rltool.checkpoints.convert import fp8_copy, write_fp8_copy
-
-        model = order.models[self.model]
-        assert model.quantization is not None, "of `order`"
-        copy = fp8_copy(model.path, run.quantized_dir)
-        write_fp8_copy(model.path, copy, own=self.own, report=_log)
-        return order.quantized(self.model, model.quantization, copy)
+            write_fp8_copy(path, copy, own=self.own, report=_log)
+        return order
 
 
 def _order(files: list[Path], flags: Mapping[str, tuple[str, Any]]) -> tuple[Order, _InFp8 | None]:

@@ -7,10 +7,10 @@ clock), joined by a bridge; faults on the wire between them.
 
 Each host has addresses of its own (10.77.0.N and fd77::N), a loopback of its own, its own /tmp, /dev/shm and run
 directory (`Hosts.here`, one path with other contents on each host), and knows the others by name. Paths below
-`shared` are those of this machine, as a shared disk would be; the rest of the file system (the installation) is
-the same everywhere. Monotonic clocks differ by days, as those of real hosts. Wall clocks are the machine's, as Linux
-has no namespace for them; `clocks` shifts what the C library tells programs (a library that is preloaded), not what
-the kernel writes into files' times.
+`shared` are those of this machine, as a shared disk would be, and so are the installation, wherever it lies, and the
+rest of the file system. Monotonic clocks differ by days, as those of real hosts. Wall clocks are the machine's, as
+Linux has no namespace for them; `clocks` shifts what the C library tells programs (a library that is preloaded), not
+what the kernel writes into files' times.
 
 Namespaces have no names: they end with the processes in them, which the kernel ends with their owner, also where
 that is killed. What is left of a killed one is a directory, which the next Hosts removes.
@@ -239,7 +239,8 @@ class Hosts:
         names: Mapping[str, Mapping[str, str]] | None = None, clocks: Mapping[str, int] | None = None,
     ) -> None:  # fmt: skip
         self._clocks = clocks or {}
-        self._count, self._shared, self._networks, self._names = count, [*shared], networks, names or {}
+        self._count, self._networks, self._names = count, networks, names or {}
+        self._shared = [*shared, REPOSITORY, Path(sys.prefix), Path(sys.base_prefix)]
         self._hosts: list[Host] = []
         self._hub: _Holder | None = None
         self._wire: subprocess.Popen[str] | None = None

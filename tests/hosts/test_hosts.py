@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,18 +134,32 @@ def test_a_rate_limits_what_passes_and_a_wall_clock_is_an_hour_ahead_and_waits_n
         assert float(a.python(ASK, "b", "50")) > 0.5 * 50 * 30_000 / 1e6
 
 
+def test_the_installation_is_on_each_host_also_where_it_lies_below_tmp(monkeypatch: pytest.MonkeyPatch):
+    require()
+    with tempfile.TemporaryDirectory(dir="/tmp") as below:
+        checkout, environment = Path(below) / "checkout", Path(below) / "environment"
+        checkout.mkdir()
+        (checkout / "of_the_checkout.py").touch()
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+        monkeypatch.setattr("tests.hosts.REPOSITORY", checkout)
+        monkeypatch.setattr(sys, "prefix", str(environment))
+        with Hosts(1) as [a]:
+            a.run([str(environment / "bin" / "python"), "-c", "import of_the_checkout"])
+
+
 def test_a_killed_host_falls_silent_with_its_processes():
     require()
     with Hosts(3) as hosts:
         a, b, c = hosts
         sleeper = b.start(["sleep", "1000"], out=hosts.root / "out")
+        b.run(["touch", "/tmp/x"])
         assert a.reaches(b, PORT)
         hosts.kill(b)
         assert sleeper.wait(SECONDS) and not a.reaches(b, PORT, seconds=1.0) and a.reaches(c, PORT)
         hosts.partition(a, c)
         hosts.boot(b)
         assert a.reaches(b, PORT) and b.reaches(c, PORT) and not a.reaches(c, PORT, seconds=1.0), "the fault stays"
-        assert b.run(["hostname"]).strip() == "b" and b.run(["ls", "/tmp"]) == ""
+        assert b.run(["hostname"]).strip() == "b" and b.run(["test", "!", "-e", "/tmp/x"]) == ""
         hosts.heal()
         assert a.reaches(c, PORT) and a.reaches(b, PORT)
 

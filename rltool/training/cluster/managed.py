@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rltool.checkpoints.convert import fp8_copy
+from rltool.checkpoints.hf_export import order_in_fp8
 from rltool.config.serve import POLICY, EngineLaunch
 from rltool.config.train import TrainConfig
 from rltool.engines.endpoints import Endpoints, EngineEndpoint, ModelEndpoints, edit_endpoints
@@ -45,8 +45,6 @@ from rltool.engines.launch.ready import process_role
 from rltool.engines.launch.start import Order, order_of_file
 from rltool.engines.launch.startup import describe
 from rltool.errors import RltoolError
-from rltool.megatron.fp8 import quantization_config
-from rltool.models.registry import family_for, read_hf_config
 from rltool.processes.keys import read_key
 from rltool.processes.run_directory import RunDirectory
 from rltool.processes.state import is_alive, read_states
@@ -84,16 +82,10 @@ def expected_plan(
 
 
 def order_of_run(config: TrainConfig, run: RunDirectory | None = None) -> Order:
-    """The groups and models of the configuration, with engines in FP8 where it says so. run: has the copies of models
-    that engines read which quantise nothing."""
+    """The groups and models of the configuration, with engines in FP8 where it says so. run: as for `order_in_fp8`."""
     order = order_of_file(config)
-    if config.engines.quantization != "fp8":
-        return order
-    family = family_for(read_hf_config(config.model.path), config.model.family)
-    copy = None
-    if run is not None and order.reads_quantized(POLICY):
-        copy = fp8_copy(config.model.path, run.quantized_dir)
-    return order.quantized(POLICY, quantization_config(family), copy)
+    in_fp8 = config.engines.quantization == "fp8"
+    return order_in_fp8(order, POLICY, config.model.family, run) if in_fp8 else order
 
 
 def _settings(order: Order, plan: PlacementPlan, run: RunDirectory, *, spread: bool) -> Settings:

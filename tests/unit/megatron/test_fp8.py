@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from rltool.checkpoints import convert
-from rltool.checkpoints.convert import fp8_copy, to_fp8, write_fp8_copy
+from rltool.checkpoints.convert import to_fp8, write_fp8_copy
 from rltool.cli import main
 from rltool.config.loader import load_config
 from rltool.config.serve import POLICY
@@ -197,7 +197,7 @@ def test_a_scale_is_the_correctly_rounded_quotient():
     assert torch.equal(scales[:, 0], exact) and not torch.equal(exact, largest * torch.tensor(1 / 448))
 
 
-def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_once(plain, tmp_path):
+def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_once(plain, tmp_path, monkeypatch):
     path, family = plain
     run = RunDirectory(tmp_path / "runs" / "one")
     groups = 'engines.groups=[{name="a",gpus=[0]},{name="b",engine="sglang",gpus=[1]}]'
@@ -225,8 +225,17 @@ def test_engines_that_quantise_nothing_are_started_on_a_copy_that_is_written_onc
     assert {file.name: file.read_bytes() for file in copy.iterdir()} == {
         file.name: file.read_bytes() for file in (tmp_path / "other").iterdir()
     }
+    copies = [copy, order_of_run(config, run).models[POLICY].quantized_copy]
     os.utime(path / "model.safetensors", (0, 0))
-    assert fp8_copy(path, run.quantized_dir) != copy, "other files"
+    copies.append(order_of_run(config, run).models[POLICY].quantized_copy)
+    monkeypatch.setattr("rltool.__version__", "0.0.1")
+    copies.append(order_of_run(config, run).models[POLICY].quantized_copy)
+    monkeypatch.setattr("rltool.checkpoints.hf_export.quantization_config", lambda family: {"of": "another family"})
+    copies.append(order_of_run(config, run).models[POLICY].quantized_copy)
+    assert copies[0] == copies[1] and len({*copies}) == 4, "other files, another rltool, other matrices"
+    write_fp8_copy(path, copies[2], own=None, report=said.append)
+    assert "earlier" not in " ".join(said[:-1]) and said[-1].endswith(f"no engine reads: {copy.name}")
+    assert copy.exists()
 
 
 @pytest.mark.parametrize(
