@@ -19,8 +19,6 @@ from rltool.models.decoder import TOWER
 from rltool.models.quantized import dequantized_fp8
 
 SETTING = "trainer.fake_quantization = true"
-AT_ONCE = 1 << 24
-"""Elements rounded at a time; each needs about 20 bytes meanwhile."""
 
 
 def linears_of(family: Family) -> Collection[str]:
@@ -146,5 +144,4 @@ def round_shard(parameter: Parameter, shard: Tensor, tensor_parallel: int) -> No
 
 def rounded_matrix(matrix: Tensor) -> Tensor:
     """[outputs, inputs] -> the weights that are in FP8 in its place, in its dtype."""
-    rows = max(1, AT_ONCE // (fp8.BLOCK * matrix.size(1))) * fp8.BLOCK
-    return torch.cat([dequantized_fp8(*fp8.quantized(part)).to(matrix.dtype) for part in matrix.split(rows)])
+    return torch.cat([dequantized_fp8(*fp8.quantized(part)).to(matrix.dtype) for part in fp8.parts(matrix)])

@@ -186,3 +186,17 @@ def test_a_pool_that_looks_blocks_up_by_number_is_left_to_vllm(block_pool):
     block_pool._reuse_watchers = {block.block_id: reused.append}
     assert block_pool.reset_prefix_cache() is True
     assert reused == [block] and block.block_hash is None
+
+
+def test_an_engine_quantises_what_it_loads_on_the_device_that_computes(monkeypatch):
+    """And not on torch's default device, which is the CPU while vLLM loads."""
+    reload, config = import_module("rltool.engines.plugin.reload"), import_module("vllm.config").LoadConfig()
+    tensors = {"norm.weight": torch.ones(128), "a.weight": torch.randn(256, 128), "kept.weight": torch.ones(128, 128)}
+    monkeypatch.setattr(reload.DefaultModelLoader, "get_all_weights", lambda *_: iter(tensors.items()))
+    monkeypatch.setattr(reload.current_platform, "device_type", "meta")
+    of_model = SimpleNamespace(hf_config=SimpleNamespace(quantization_config={"modules_to_not_convert": ["kept"]}))
+    found = dict(reload.Fp8Loader(config).get_all_weights(of_model, torch.nn.Module()))
+    assert {name: (x.dtype, x.device.type) for name, x in found.items()} == {
+        "norm.weight": (torch.float32, "cpu"), "kept.weight": (torch.float32, "cpu"),
+        "a.weight": (torch.float8_e4m3fn, "meta"), "a.weight_scale_inv": (torch.float32, "meta"),
+    }  # fmt: skip

@@ -190,7 +190,9 @@ class Fp8Loader(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         kept = set(model_config.hf_config.quantization_config["modules_to_not_convert"])
-        device = torch.empty(0).device  # where vLLM builds the model: a GPU quantises faster
+        # Not torch's default device, which is the CPU here (load_model in base_loader.py): there every engine of a host
+        # quantises with as many threads as the host has cores.
+        device = torch.device(current_platform.device_type)
         for name, tensor in super().get_all_weights(model_config, model):
             if tensor.dim() != 2 or name.removesuffix(".weight") in kept:
                 yield name, tensor

@@ -7,6 +7,8 @@ Source of the names: vllm/model_executor/layers/quantization/fp8.py.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,6 +17,8 @@ BLOCK = 128
 DTYPE = torch.float8_e4m3fn
 SCALE = "_scale_inv"
 """What the scale's name has behind that of the matrix."""
+AT_ONCE = 1 << 24
+"""Elements quantised at a time; each needs about 20 bytes meanwhile."""
 _LARGEST = torch.finfo(DTYPE).max
 
 
@@ -26,6 +30,19 @@ def scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """[outputs, inputs] -> (float8_e4m3fn of the same shape, float32 scales): the largest number of a block becomes
     448, and others are rounded to the nearest. The same bits on every device."""
+    found = [_quantized(part) for part in parts(matrix)]
+    if len(found) == 1:
+        return found[0]
+    values, scales = zip(*found, strict=True)
+    return torch.cat(values), torch.cat(scales)
+
+
+def parts(matrix: Tensor) -> Sequence[Tensor]:
+    """Rows of whole blocks, of AT_ONCE elements or fewer if one row of blocks has no more."""
+    return matrix.split(max(1, AT_ONCE // (BLOCK * matrix.size(1))) * BLOCK)
+
+
+def _quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
     padded = F.pad(matrix.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))

@@ -49,10 +49,14 @@ def test_every_number_of_bfloat16_in_a_block_with_any_other_at_its_top_keeps_its
         assert same_bytes(fp8.quantized(rounded_matrix(whole)), fp8.quantized(whole))
 
 
-def test_a_large_matrix_is_rounded_in_parts(monkeypatch):
-    matrix, whole = randn(640, 256), rounded_matrix(randn(640, 256))
-    monkeypatch.setattr("rltool.megatron.fp8.AT_ONCE", 2 * 128 * 256)
-    assert torch.equal(rounded_matrix(matrix), whole)
+@pytest.mark.parametrize("rows", [640, 600])
+@pytest.mark.parametrize("at_once", [1, 2 * 128 * 256 + 1])
+def test_a_large_matrix_is_quantised_and_rounded_in_parts(rows, at_once, monkeypatch):
+    matrix = randn(rows, 256)
+    whole, rounded = fp8.quantized(matrix), rounded_matrix(matrix)
+    monkeypatch.setattr(fp8, "AT_ONCE", at_once)
+    assert len(fp8.parts(matrix)) == (5 if at_once == 1 else 3)
+    assert same_bytes(fp8.quantized(matrix), whole) and torch.equal(rounded_matrix(matrix), rounded)
 
 
 @pytest.mark.parametrize(
