@@ -133,8 +133,15 @@ def train_and_compare(
     return steps
 
 
-def test_matrices_in_fp8_are_the_same_bits_on_a_gpu_as_on_a_cpu():
+def test_matrices_in_fp8_are_the_same_bits_on_a_gpu_as_on_a_cpu_also_in_parts(monkeypatch):
     matrix = torch.randn(1152, 896, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = fp8.quantized(matrix)
+    monkeypatch.setattr(fp8, "AT_ONCE", 1)
+    assert len(fp8.parts(matrix)) == 9
+    for other in (matrix, matrix.cuda()):
+        for here, there in zip(whole, fp8.quantized(other), strict=True):
+            assert torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
+    monkeypatch.undo()
     for here, there in zip(fp8.quantized(matrix), fp8.quantized(matrix.cuda()), strict=True):
         assert torch.equal(here.view(torch.uint8), there.cpu().view(torch.uint8))
 

@@ -34,7 +34,8 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if len(found) == 1:
         return found[0]
     values, scales = zip(*found, strict=True)
-    return torch.cat(values), torch.cat(scales)
+    # As bytes: CUDA has no `cat` of float8.
+    return torch.cat([part.view(torch.uint8) for part in values]).view(DTYPE), torch.cat(scales)
 
 
 def parts(matrix: Tensor) -> Sequence[Tensor]:
