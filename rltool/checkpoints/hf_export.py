@@ -1,4 +1,5 @@
-"""Writing a Hugging Face directory: safetensors shards with their index, config, tokenizer. Atomic."""
+"""Writing a Hugging Face directory: safetensors shards with their index, config, tokenizer. Atomic. And where
+the copy in FP8 lies that engines are started on."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def check_engines(config: Sections) -> None:
     engines = config.engines
     if engines.quantization == "fp8":
         check_fp8(config)
-    ipc = [_setting("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
+    ipc = [setting_of("transport", rule) for rule, weights in config.weights.variants() if weights.transport == "ipc"]
     beside = config.weights.lora_sync == "adapter" and config.trainer.share_gpus  # engines that do not sleep
     if ipc and not engines.shares_gpus and not beside:
         raise ValueError(
@@ -80,27 +80,27 @@ def check_colocated(config: Sections) -> None:
 def _check_colocated_weights(weights: WeightsConfig, rule: EngineWeights | None, device: str) -> None:
     if weights.staged:
         raise ValueError(
-            f'{_setting("staged", rule)} and engines.mode = "colocate" contradict each other: engines that sleep '
+            f'{setting_of("staged", rule)} and engines.mode = "colocate" contradict each other: engines that sleep '
             "generate nothing while weights arrive; leave it out"
         )
     if weights.delta:
         raise ValueError(
-            f'{_setting("delta", rule)} and engines.mode = "colocate" contradict each other: it is for engines that '
+            f'{setting_of("delta", rule)} and engines.mode = "colocate" contradict each other: it is for engines that '
             "generate while patches arrive; leave it out"
         )
     if weights.transport == "nccl":
         raise ValueError(
-            f'{_setting("transport", rule)} = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins '
+            f'{setting_of("transport", rule)} = "nccl" and engines.mode = "colocate" contradict each other: NCCL joins '
             'no two processes on one GPU; leave weights.transport at "auto"'
         )
     if weights.transport == "ipc" and device == "cpu":
         raise ValueError(
-            f'{_setting("transport", rule)} = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC shares '
-            'memory of GPUs; leave weights.transport at "auto"'
+            f'{setting_of("transport", rule)} = "ipc" and trainer.device = "cpu" contradict each other: CUDA IPC '
+            'shares memory of GPUs; leave weights.transport at "auto"'
         )
 
 
-def _setting(name: str, rule: EngineWeights | None) -> str:
+def setting_of(name: str, rule: EngineWeights | None) -> str:
     """Where it was set: in [weights], or in a section of weights.engines."""
     if rule is None or name not in rule.settings:
         return f"weights.{name}"

@@ -139,10 +139,7 @@ class SglangLaunching(Launches):
         """The scales of the cache, which no checkpoint has, come back as 0: 0.5.17 asserts that they are none."""
         if backend not in ("disk", "delta"):
             return None
-        return (
-            "loads no FP8 from a directory after it has slept: leave weights.transport at \"auto\", or set it to "
-            '"ipc" or "gloo"'
-        )
+        return 'loads no FP8 from a directory after it has slept: take transport "auto", "ipc" or "gloo"'
 
     def no_routed_experts(self, device: Device) -> str | None:
         return None

@@ -16,6 +16,8 @@ from rltool.checkpoints.manifest import is_checkpoint, sizes_match
 from rltool.checkpoints.manifest import read as read_manifest
 from rltool.checkpoints.peft_format import PeftAdapter, check_settings, is_peft
 from rltool.config.algorithm import AlgorithmConfig
+from rltool.config.engine_rules import setting_of
+from rltool.config.engine_weights import EngineWeights
 from rltool.config.import_path import load_callable
 from rltool.config.rollout import EnginesConfig, WeightsConfig
 from rltool.config.sections import LoraConfig
@@ -114,20 +116,28 @@ def check_fp8_transports(config: TrainConfig) -> None:
     for group in config.engines.groups:
         if group.model != POLICY or group.role == "placeholder":
             continue
-        wanted = _transports(config.weights, group.name)
-        reasons = [launches(group.engine).no_fp8_after_sleep(way) for name in wanted for way in CANDIDATES[name]]
+        ways = _ways(config.weights, group.name)
+        backends = [backend for _, way in ways for backend in CANDIDATES[way.transport]]
+        reasons = [launches(group.engine).no_fp8_after_sleep(backend) for backend in backends]
         if all(reasons):
+            rule, way = ways[0]
             raise UsageError(
-                f'weights.transport = "{wanted[0]}", engines.quantization = "fp8" and engines.mode = "colocate" '
-                f"contradict each other: group {group.name!r} {reasons[0]}"
+                f'{setting_of("transport", rule)} = "{way.transport}", engines.quantization = "fp8" and engines.mode = '
+                f'"colocate" contradict each other: group {group.name!r} {reasons[0]}'
             )
 
 
-def _transports(weights: WeightsConfig, group: str) -> list[str]:
-    """Those that may hold for an engine of the group, whose address is not known yet."""
-    rules = [(rule, way) for rule, way in weights.variants() if rule is not None and rule.match is not None]
-    by_address = [way.transport for rule, way in rules if rule.group in (None, group)]
-    return [weights.of("", group).transport, *by_address]
+def _ways(weights: WeightsConfig, group: str) -> list[tuple[EngineWeights | None, WeightsConfig]]:
+    """Of `variants` those that may hold for an engine of the group, whose address is not known yet."""
+    default, *ruled = weights.variants()
+    found: list[tuple[EngineWeights | None, WeightsConfig]] = []
+    for rule, way in ruled:
+        assert rule is not None, "of `variants` the first alone"
+        if rule.group in (None, group):
+            found.append((rule, way))
+            if rule.match is None:
+                return found
+    return [*found, default]
 
 
 def check_model(config: TrainConfig) -> None:
