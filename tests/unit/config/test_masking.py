@@ -165,16 +165,21 @@ def test_a_dry_run_of_engines_masks_their_flags(tiny_tied_dir, tmp_path, monkeyp
 def test_options_of_rewards_are_on_no_command_line():
     """Which every user of the host can read."""
 
+    def worker_lines():
+        lines = [" ".join(child.cmdline()) for child in psutil.Process().children(recursive=True)]
+        return [line for line in lines if "rewards.worker" in line]
+
     async def command_lines():
         pool = RewardPool("rltool.rollout.rewards.shipped:regex", workers=1, timeout=30.0, options={"pattern": SECRET})
         try:
-            children = psutil.Process().children(recursive=True)
-            return [" ".join(child.cmdline()) for child in children if "rewards.worker" in " ".join(child.cmdline())]
+            async with asyncio.timeout(20):
+                while not (lines := worker_lines()):  # Linux lets a parent go on before the child has its command line
+                    await asyncio.sleep(0.001)
+            return lines
         finally:
             await pool.close()
 
-    found = asyncio.run(command_lines())
-    assert found and SECRET not in " ".join(found)
+    assert SECRET not in " ".join(asyncio.run(command_lines()))
 
 
 def test_whole_configurations_are_dumped_only_where_a_process_is_given_them():
