@@ -197,3 +197,13 @@ def test_rules_say_which_frames_pass():
     assert not rules.passes("b", "a", bytes(60), 0.9), "cut, either way"
     assert not rules.passes("a", "c", frame, 0.9) and rules.passes("c", "d", frame, 0.9)
     assert not rules.passes("c", "d", frame, 0.2), "lost"
+
+
+def test_a_process_that_lost_its_parent_leaves_no_zombie():
+    require()
+    with Hosts(1) as [a]:
+        a.run(["sh", "-c", "(sleep 0.1 &)"])
+        ends = time.monotonic() + 10
+        while "sleep" in (left := a.run(["ps", "ax", "-o", "stat,args"])):
+            assert time.monotonic() < ends, left
+            time.sleep(0.05)
