@@ -116,7 +116,8 @@ def export_hf(trainer: MegatronTrainer, directory: Path, *, max_shard_bytes: int
 
 def order_in_fp8(order: Order, name: str, own: str | None, run: RunDirectory | None = None) -> Order:
     """With engines of this model in FP8. own: its family, where that is the user's. run: has the copy that those read
-    which quantise nothing themselves (`convert.write_fp8_copy`); None: they are given the model."""
+    which quantise nothing themselves (`convert.write_fp8_copy`); None: they are given the model. UsageError as in
+    `fp8.linears_of`, FileNotFoundError where a file of the model is a link to nothing."""
     path = order.models[name].path
     config = quantization_config(family_for(read_hf_config(path), own))
     return order.quantized(name, config, _fp8_copy(path, config, run) if run and order.reads_quantized(name) else None)

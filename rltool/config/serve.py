@@ -252,7 +252,8 @@ class EngineLaunch(Config):
     bootstrap_port: int | None = None
     """prefill: where decode engines ask for the keys and values of a prompt."""
     rendezvous_port: int | None = None
-    """Where its processes, all on one host, meet: of an engine that is told (Launches.takes_rendezvous_port)."""
+    """Port of torch.distributed's store, of an engine on one host that takes it as a flag; None: it picks one itself
+    (Launches.takes_rendezvous_port)."""
     pp: int = 1
     """Pipeline-parallel size, and below data-parallel size, as the engine's own flags have them."""
     dp: int = 1

@@ -371,8 +371,8 @@ class Launches(Protocol):
         return math.inf
 
     def takes_rendezvous_port(self, flags: Sequence[str], replicas: int) -> bool:
-        """Whether it is told where its processes on one host meet (EngineLaunch.rendezvous_port). replicas: data
-        parallelism outside of its tensor-parallel ranks."""
+        """Whether its command line is to name the port of torch.distributed's store (EngineLaunch.rendezvous_port).
+        flags: the user's. replicas: data-parallel size outside of the tensor-parallel ranks."""
         return False
 
     def no_adapters(self, device: Device) -> str | None:

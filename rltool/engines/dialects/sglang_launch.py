@@ -122,7 +122,7 @@ class SglangLaunching(Launches):
         Replicas would all be given the same port, on which the second cannot listen (launch_dp_schedulers in
         srt/managers/data_parallel_controller.py); with --dist-init-addr its port is taken.
         """
-        given = {flag.partition("=")[0].replace("_", "-") for flag in flags}
+        given = {flag.partition("=")[0] for flag in flags}
         return replicas == 1 and not given & {RENDEZVOUS_FLAG, "--dist-init-addr", "--nccl-init-addr"}
 
     def no_adapters(self, device: Device) -> str | None:

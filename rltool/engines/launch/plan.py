@@ -24,7 +24,7 @@ from rltool.processes.hosts import http_url
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
-"""What torch's store listens on, whatever the address at which it is asked."""
+"""Where torch.distributed's store listens, whatever address its ranks ask: its port must be free on all of them."""
 
 Ports = Callable[[str, str], int]
 """(host's name, address to bind) -> a port that is free there."""
@@ -273,8 +273,8 @@ def _processes(
     bootstrap = ports(seats[0].node, listens[0]) if meets else None
     meeting = f"{seats[0].address}:{ports(seats[0].node, seats[0].address)}" if len(seats) > 1 else None
     model, sizes, boot_id = settings.models[group.model], parallel_sizes(group), settings.boot_id()
-    told = meeting is None and launches(group.engine).takes_rendezvous_port(group.flags, sizes.dp)
-    rendezvous = ports(seats[0].node, EVERYWHERE) if told else None
+    takes_port = meeting is None and launches(group.engine).takes_rendezvous_port(group.flags, sizes.dp)
+    rendezvous = ports(seats[0].node, EVERYWHERE) if takes_port else None
     returns_experts = group.return_routed_experts or model.return_routed_experts
     if returns_experts:
         _check_returns_experts(group, model, device)

@@ -34,12 +34,12 @@ def quantized(matrix: Tensor) -> tuple[Tensor, Tensor]:
     if len(found) == 1:
         return found[0]
     values, scales = zip(*found, strict=True)
-    # As bytes: CUDA has no `cat` of float8.
+    # As bytes: not every torch has a `cat` of float8 on CUDA.
     return torch.cat([part.view(torch.uint8) for part in values]).view(DTYPE), torch.cat(scales)
 
 
 def parts(matrix: Tensor) -> Sequence[Tensor]:
-    """Rows of whole blocks, of AT_ONCE elements or fewer if one row of blocks has no more."""
+    """[outputs, inputs], cut between rows of blocks: parts of at most AT_ONCE elements, or of one row of blocks."""
     return matrix.split(max(1, AT_ONCE // (BLOCK * matrix.size(1))) * BLOCK)
 
 

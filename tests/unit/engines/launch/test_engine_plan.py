@@ -14,6 +14,8 @@ from rltool.config.serve import EngineGroup
 from rltool.config.train import TrainConfig
 from rltool.engines.dialects.table import dialect
 from rltool.engines.launch.plan import (
+    EVERYWHERE,
+    LOOPBACK,
     EnginePlan,
     Host,
     Model,
@@ -269,9 +271,9 @@ def test_the_ports_that_a_plan_needs_are_those_that_it_takes():
     slots = engine_slots(groups)
     seats, settings = seat_slots(slots, ONE_HOST), Settings(MODELS, Path("/k"), Path("/s"))
     needs = port_needs(slots, seats, settings)
-    assert needs.free == {("h0", "127.0.0.1"): 4, ("h0", "0.0.0.0"): 3}
+    assert needs.free == {("h0", "127.0.0.1"): 4, ("h0", EVERYWHERE): 3}
     assert needs.fixed == (("h0", "10.1.1.1", 9100),)
-    found = {("h0", "127.0.0.1"): (1, 2, 3, 4), ("h0", "0.0.0.0"): (5, 6, 7)}
+    found = {("h0", "127.0.0.1"): (1, 2, 3, 4), ("h0", EVERYWHERE): (5, 6, 7)}
     taken = plan_engines(slots, seats, settings, handed_out(found)).launches
     assert [(x.port, x.bootstrap_port, x.rendezvous_port) for x in taken] == [(1, 2, 5), (3, 4, 6), (9100, None, 7)]
 
@@ -281,8 +283,9 @@ def values(launch, *flags: str) -> list[int]:
     return [int(words[at + 1]) for at, word in enumerate(words) if word in flags]
 
 
-def test_engines_that_start_at_once_have_ports_of_their_own_until_they_start():
+def test_engines_that_start_at_once_have_ports_of_their_own_until_they_start(monkeypatch):
     """SGLang by itself takes an ephemeral one for torch's store, and binds it when another may have it."""
+    monkeypatch.setattr("rltool.engines.launch.plan.EVERYWHERE", LOOPBACK)  # tests listen nowhere else
     groups = [EngineGroup(engine="sglang", count=40), EngineGroup(name="b", count=10)]
     slots = engine_slots(groups, device="cpu")
     seats, settings = seat_slots(slots, [Host("h0")]), Settings(MODELS, Path("/k"), Path("/s"), device="cpu")
@@ -294,9 +297,9 @@ def test_engines_that_start_at_once_have_ports_of_their_own_until_they_start():
         assert len(set(every)) == 90 and set(every) <= set(FREE_RANGE)
         release(made[1:])
         with pytest.raises(UsageError, match="cannot be used"):
-            reserve_ports(1, host="0.0.0.0", first=found[0][1])
+            reserve_ports(1, first=found[0][1])
         for port in every[2:]:
-            reserve_ports(1, host="0.0.0.0", first=port).release()
+            reserve_ports(1, first=port).release()
 
 
 @pytest.mark.parametrize(
@@ -307,7 +310,7 @@ def test_engines_that_start_at_once_have_ports_of_their_own_until_they_start():
         ({"tp": 2, "flags": ["--dp-size", "2", "--enable-dp-attention"]}, [20_001]),
         ({"flags": ["--dp-size", "2"]}, []),  # each replica takes one of its own, and a second cannot have this one
         ({"flags": ["--nccl-port", "7"]}, [7]),
-        ({"flags": ["--nccl_port=7"]}, []),
+        ({"flags": ["--nccl-port=7"]}, []),
         ({"flags": ["--dist-init-addr", "127.0.0.1:7"]}, []),
         ({"tp": 16}, []),  # over two hosts: --dist-init-addr
         ({"engine": "vllm"}, []),
